@@ -1,0 +1,149 @@
+"""The whole configuration: one frozen dataclass per stage. An experiment is a function returning one.
+
+Only this module, `loop.py`, `configs/` and `launch/` see `Config`; every stage gets its section.
+`None` means off. Contradictions are refused when a section is built, before anything starts.
+"""
+
+import dataclasses
+
+from trace_jax.checks import require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """Qwen3-MoE architecture. The vocabulary size comes from the tokenizer."""
+
+    width: int = 128  # D
+    layers: int = 4  # L
+    heads: int = 4  # H
+    kv_heads: int = 2  # J
+    head_dim: int = 32  # K
+    experts: int = 8  # E
+    experts_per_token: int = 2  # X
+    expert_ffn: int = 64  # F
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = True
+    compute_dtype: str = "bfloat16"  # "bfloat16" | "float32"; master weights are float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quant:
+    """What runs in FP4 on each side, and what of the rollout's rounding the trainer is told."""
+
+    rollout: str = "nvfp4"  # "bf16" | "nvfp4": experts W4A4 and KV cache of the sampler
+    trainer: str = "trace"  # "bf16" | "qat" (rounds on its own) | "trace" (guided by the rollout)
+    experts: bool = True  # quantise routed-expert weights and activations
+    kv: bool = True  # quantise the KV cache
+    act_global: str = "amax"  # global scale of an activation row: "amax" | "pow2" | "one"
+    kv_global: str = "one"  # global scale of a K or V head vector: "amax" | "pow2" | "one"
+    keep_first: int = 0  # layers at the start whose experts and KV stay in high precision
+    keep_last: int = 0  # the same at the end
+    guide: str = "codes"  # "codes" (4 bits a value) | "mantissa" (1 bit a value)
+    guide_layers: str = "all"  # "all" | "latter_half" | "last:N" | "0,3,5"
+    guide_hidden: bool = False  # also guide the input of the second expert matmul (beyond the paper)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """Prompts and answers: a reasoning-gym task or the user's own JSONL."""
+
+    task: str | None = "spell_backward"  # a reasoning-gym task; None: use `path`
+    task_args: tuple[tuple[str, int | float | str | bool], ...] = ()  # e.g. (("min_word_len", 3),)
+    path: str | None = None  # JSONL with one {"prompt", "answer"} object a line
+    eval_path: str | None = None  # held-out JSONL; None: split off `path`
+    train_size: int = 4096  # prompts
+    eval_size: int = 128  # held-out prompts, disjoint from training
+    prompts_per_step: int = 32  # P
+    max_prompt_tokens: int = 48
+    overlong: str = "refuse"  # "refuse" | "drop" (counted) | "truncate" (left side, counted)
+    tokenizer: str = "byte"  # "byte", or a directory with tokenizer.json (+ chat template)
+    system_prompt: str | None = None
+    reward: str = "exact"  # "exact" | "task" (reasoning-gym's own score == 1) | "module:function"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """Supervised warm start from scratch, in the trainer's precision without guidance."""
+
+    max_steps: int = 300
+    batch: int = 64
+    learning_rate: float = 1e-3
+    stop_at_accuracy: float | None = 0.4  # held-out *training-split* sample accuracy that ends it
+    check_every: int = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """How answers are sampled."""
+
+    group_size: int = 8  # G
+    max_new_tokens: int = 10
+    temperature: float = 1.0
+    top_p: float | None = None  # evaluation only: training refuses truncated sampling
+    top_k: int | None = None  # evaluation only
+    version_lag: int = 0  # how many updates old the sampling weights are, 0..3 in the paper
+    bucket_tokens: int = 16  # prompt and response lengths are padded up to multiples of this
+    bucket_batch: int = 32  # sequences a call are padded up to multiples of this
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss:
+    """GRPO with importance correction and routing replay."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float | None = None  # k3 KL to the warm-start policy; None: no reference is kept
+    importance_cap: float | None = 5.0  # on pi_old/mu per token; None: no correction
+    replay: bool = True  # R3: train through the experts that the rollout chose
+    normalize_std: bool = True  # divide advantages by the group's standard deviation
+    std_floor: float = 1e-3  # below it a group counts as having no variance: advantage exactly 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optim:
+    """AdamW."""
+
+    learning_rate: float = 4e-4
+    warmup_steps: int = 0
+    schedule: str = "constant"  # "constant" | "linear" | "cosine", over Config.steps
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    minibatches: int = 1  # updates per rollout
+    micro_batch: int = 64  # sequences per gradient accumulation step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """The run directory and how often things are written."""
+
+    eval_every: int = 20  # steps
+    eval_samples: int = 4  # answers per held-out prompt
+    checkpoint_every: int = 10  # steps
+    keep_checkpoints: int = 2
+    samples_kept: int = 4  # decoded answers written each evaluation
+    tensorboard: bool = True
+    plots: bool = True
+    init_from: str | None = None  # a run directory whose policy to start from (no warm start)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """One experiment."""
+
+    name: str
+    seed: int = 0
+    steps: int = 60  # GRPO steps
+    model: Model = Model()
+    quant: Quant = Quant()
+    data: Data = Data()
+    warm_start: WarmStart | None = WarmStart()
+    rollout: Rollout = Rollout()
+    loss: Loss = Loss()
+    optim: Optim = Optim()
+    run: Run = Run()
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 0, "config.steps", self.steps, ">= 0")

@@ -1,0 +1,110 @@
+"""What flows between the stages. Read this file, then `loop.py`, and you know the system.
+
+    Prompt -> Trajectory -> Scored -> Batch -> TrainState
+
+Axis letters, unique in the repository:
+    P prompts           G samples per prompt   B sequences (P*G)   T tokens   S = T-1 predictions
+    D width             H query heads          J key/value heads   K head dim or contraction
+    E experts           X experts per token    F expert ffn width  V vocabulary
+    L layers            N blocks of a format   M rows of a matrix  R response tokens  C cache slots
+
+Position s of an S axis is the input token s, whose logits predict token s+1. Everything the rollout
+records per processed token (routes, guidance) lives on the S axis: the last token of a sequence is
+sampled but never processed, so it has no record.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from trace_jax.guidance.record import Guidance
+
+Params = dict[str, Any]  # a nested dict of arrays, as Flax NNX splits it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One question: the ids the engine sees, and what the reward needs to judge an answer."""
+
+    uid: str  # unique and stable: the same item has the same uid in every run
+    text: str  # what the user wrote, before the chat template
+    tokens: tuple[int, ...]  # after the chat template
+    answer: str | None  # gold answer; None if only a verifier can tell
+    task: str  # which reward function judges it
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the reward function
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One sampled sequence on the host. Sampled ids are kept and never tokenised again."""
+
+    prompt: Prompt
+    sample: int  # 0..G-1 within its group
+    tokens_T: np.ndarray  # int32, prompt then response, without padding
+    prompt_length: int  # tokens
+    sampler_logprobs_R: np.ndarray  # float32, nats, of the response tokens
+    routes_SLX: np.ndarray  # int16, experts chosen by the rollout
+    guidance: Guidance | None  # numpy leaves with leading axes (layers, S); None in bf16 rollouts
+    finish_reason: str  # "stop" (a stop token was sampled; it is the last token) or "length"
+    version: int  # of the weights that sampled it
+
+    @property
+    def response_T(self) -> np.ndarray:
+        """The sampled ids, the stop token included."""
+        return self.tokens_T[self.prompt_length :]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored:
+    """A trajectory with its reward. A verifier that failed is not a reward of zero."""
+
+    trajectory: Trajectory
+    reward: float | None  # None: the verifier failed, hung or returned NaN; dropped and counted
+    failure: str | None = None  # why, if reward is None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A training batch: arrays only, right-padded. S = T-1; entry s is about predicting token s+1."""
+
+    tokens_BT: Int[Array, "B T"] | np.ndarray
+    valid_BT: Bool[Array, "B T"] | np.ndarray  # False on padding
+    loss_mask_BS: Bool[Array, "B S"] | np.ndarray  # True where token s+1 was sampled
+    sampler_logprobs_BS: Float[Array, "B S"] | np.ndarray  # nats, mu; 0 where loss_mask is False
+    advantages_B: Float[Array, " B"] | np.ndarray
+    routes_LBSX: Int[Array, "L B S X"] | np.ndarray | None  # None: supervised, no replay
+    guidance: Guidance | None  # leaves (layers, B, S, ...); None: nothing was recorded
+    old_logprobs_BS: Float[Array, "B S"] | np.ndarray | None = None  # nats, pi_old
+    reference_logprobs_BS: Float[Array, "B S"] | np.ndarray | None = None  # nats, for the KL term
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that an update changes. `step` counts updates of the RL stage, and is the version."""
+
+    step: Int[Array, ""]
+    params: Params  # float32 master weights
+    opt_state: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mean:
+    """A mean that is not divided yet: sums over shards and micro-batches stay exact."""
+
+    total: Float[Array, ""] | float
+    count: Float[Array, ""] | float
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(total=self.total + other.total, count=self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """total / count, and 0 for an empty mean."""
+        count = float(self.count)
+        return float(self.total) / count if count else 0.0
