@@ -1,0 +1,85 @@
+# `make help` lists the targets. A machine with git, make and Python 3.11 to 3.13 needs nothing else.
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTHON ?=
+# Without a C compiler reasoning-gym's SAT solver (sdist only, used by no task we train on) cannot
+# be built, so the locks leave it out; trace_jax/data stands in for it.
+LOCK := pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
+	--no-emit-package pycosat --custom-compile-command "make lock" --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format types notebooks lock clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | \
+		awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
+
+setup: $(READY)  ## create .venv with the locked versions (PYTHON=... picks the interpreter)
+
+# Redone only when the locks or pyproject.toml change. pip installs exactly what the lock names.
+$(READY): pyproject.toml requirements-dev.lock
+	@set -eu; \
+	right='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; \
+	chosen=; \
+	for candidate in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+		if "$$candidate" -c "$$right" 2>/dev/null; then chosen=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$chosen" ]; then \
+		echo "make setup: got no usable $(or $(PYTHON),python3), need Python 3.11, 3.12 or 3.13." \
+			"Fix: install one, or name it: make setup PYTHON=/path/to/python3.12" >&2; \
+		exit 1; \
+	fi; \
+	version='import sys; print(*sys.version_info[:2], sep=".")'; \
+	if [ "$$($(BIN)/python -c "$$version" 2>/dev/null)" != "$$("$$chosen" -c "$$version")" ]; then \
+		rm -rf $(VENV); \
+	fi; \
+	echo "make setup: $$("$$chosen" --version) in $(VENV); the first time takes a minute or two"; \
+	"$$chosen" -m venv $(VENV) || { \
+		echo "make setup: $$chosen cannot create a virtual environment." \
+			"Fix: install its venv module (Debian, Ubuntu: python3-venv)" >&2; \
+		rm -rf $(VENV); exit 1; }
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes \
+		-r requirements-dev.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps \
+		--no-build-isolation --editable .
+	@touch $(READY)
+
+demo: setup  ## train the default experiment on this CPU, start to end
+	$(BIN)/python launch/train.py --config=configs/demo_cpu.py
+
+test: setup  ## the test suite
+	$(BIN)/python -m pytest
+
+test-slow: setup  ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+lint: setup  ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup  ## let ruff fix what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup  ## basedpyright
+	$(BIN)/basedpyright
+
+notebooks: setup  ## run every notebook; executed copies land in runs/notebooks
+	@set -eu; mkdir -p runs/notebooks; \
+	for source in $$(find notebooks -name '*.py' | sort); do \
+		executed=runs/notebooks/$$(basename "$$source" .py).ipynb; \
+		echo "$$source -> $$executed"; \
+		$(BIN)/jupytext --quiet --to ipynb --output "$$executed" "$$source"; \
+		JUPYTER_PREFER_ENV_PATH=1 $(BIN)/jupyter execute --inplace --timeout=600 "$$executed"; \
+	done
+
+lock: setup  ## resolve the newest versions anew (a maintainer's job; fetches uv)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet uv
+	$(BIN)/uv $(LOCK) --upgrade --output-file requirements.lock
+	$(BIN)/uv $(LOCK) --upgrade --extra dev --output-file requirements-dev.lock
+
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
