@@ -1,12 +1,13 @@
-"""The whole configuration: one frozen dataclass per stage. An experiment is a function returning one.
+"""The whole configuration: one frozen dataclass per stage. An experiment is a function giving one.
 
 Only this module, `loop.py`, `configs/` and `launch/` see `Config`; every stage gets its section.
-`None` means off. Contradictions are refused when a section is built, before anything starts.
+`None` means off. Contradictions are refused when a section is built, before anything starts
+(`config_checks.py`). `overrides.py` loads, saves and overrides.
 """
 
 import dataclasses
 
-from trace_jax.checks import require
+from trace_jax import config_checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,9 @@ class Model:
     tie_embeddings: bool = True
     compute_dtype: str = "bfloat16"  # "bfloat16" | "float32"; master weights are float32
 
+    def __post_init__(self) -> None:
+        config_checks.model(self)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quant:
@@ -41,7 +45,17 @@ class Quant:
     keep_last: int = 0  # the same at the end
     guide: str = "codes"  # "codes" (4 bits a value) | "mantissa" (1 bit a value)
     guide_layers: str = "all"  # "all" | "latter_half" | "last:N" | "0,3,5"
-    guide_hidden: bool = False  # also guide the input of the second expert matmul (beyond the paper)
+    guide_hidden: bool = (
+        False  # also guide the input of the second expert matmul (beyond the paper)
+    )
+
+    def __post_init__(self) -> None:
+        config_checks.quant(self)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether either side runs in FP4."""
+        return self.rollout != "bf16" or self.trainer != "bf16"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +75,9 @@ class Data:
     system_prompt: str | None = None
     reward: str = "exact"  # "exact" | "task" (reasoning-gym's own score == 1) | "module:function"
 
+    def __post_init__(self) -> None:
+        config_checks.data(self)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmStart:
@@ -71,6 +88,9 @@ class WarmStart:
     learning_rate: float = 1e-3
     stop_at_accuracy: float | None = 0.4  # held-out *training-split* sample accuracy that ends it
     check_every: int = 20
+
+    def __post_init__(self) -> None:
+        config_checks.warm_start(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +106,9 @@ class Rollout:
     bucket_tokens: int = 16  # prompt and response lengths are padded up to multiples of this
     bucket_batch: int = 32  # sequences a call are padded up to multiples of this
 
+    def __post_init__(self) -> None:
+        config_checks.rollout(self)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss:
@@ -98,6 +121,9 @@ class Loss:
     replay: bool = True  # R3: train through the experts that the rollout chose
     normalize_std: bool = True  # divide advantages by the group's standard deviation
     std_floor: float = 1e-3  # below it a group counts as having no variance: advantage exactly 0
+
+    def __post_init__(self) -> None:
+        config_checks.loss(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,6 +140,9 @@ class Optim:
     minibatches: int = 1  # updates per rollout
     micro_batch: int = 64  # sequences per gradient accumulation step
 
+    def __post_init__(self) -> None:
+        config_checks.optim(self)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
@@ -127,6 +156,9 @@ class Run:
     tensorboard: bool = True
     plots: bool = True
     init_from: str | None = None  # a run directory whose policy to start from (no warm start)
+
+    def __post_init__(self) -> None:
+        config_checks.run(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,4 +178,4 @@ class Config:
     run: Run = Run()
 
     def __post_init__(self) -> None:
-        require(self.steps >= 0, "config.steps", self.steps, ">= 0")
+        config_checks.config(self)

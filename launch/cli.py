@@ -1,0 +1,43 @@
+"""What every launcher shares: flags, the compilation cache, and how errors reach the user."""
+
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+
+from absl import flags
+
+HOUSE_ERROR = re.compile(r".+: got .*, need .*\.", re.DOTALL)  # trace_jax.checks.message
+
+
+def run(main: Callable[[], None], doc: str) -> None:
+    """Parses the flags, runs `main` and exits.
+
+    The user's own errors are one line and code 2; Ctrl-C is 130; anything else keeps its traceback.
+    """
+    flags.DEFINE_bool("help", False, "show this help", short_name="h")
+    try:
+        rest = flags.FLAGS(sys.argv)[1:]
+        if rest:
+            raise flags.Error(f"got {rest}, need --name=value flags only; see --help")
+    except flags.Error as error:
+        sys.exit(_complain(error))
+    if flags.FLAGS.help:
+        print(doc.strip(), flags.FLAGS.main_module_help(), sep="\n\n")
+        sys.exit(0)
+    cache = pathlib.Path.home() / ".cache" / "trace_jax"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+    try:
+        main()
+    except KeyboardInterrupt:  # the loop has saved what there was to save
+        sys.exit(130)
+    except (ValueError, FileNotFoundError) as error:  # ours to explain, if in the house form
+        if not HOUSE_ERROR.fullmatch(str(error)):
+            raise
+        sys.exit(_complain(error))
+
+
+def _complain(error: Exception) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 2

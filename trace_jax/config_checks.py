@@ -1,0 +1,379 @@
+"""What each section of the configuration refuses, and what the whole refuses.
+
+A section refuses what it can know alone. `config` refuses what takes several sections to see, and
+what holds for training only: evaluation samples with `top_p`, or a group of one.
+"""
+
+import dataclasses
+import math
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, cast, get_args, get_origin
+
+from trace_jax.checks import require
+
+NVFP4_BLOCK = 16  # values that share one scale; what is quantised comes in whole blocks
+GLOBAL_SCALES = ("amax", "pow2", "one")
+
+
+def is_a(value: object, annotation: object) -> bool:
+    """Whether `value` has the declared type. A float is finite and may be written as an int."""
+    if isinstance(annotation, types.UnionType):
+        return any(is_a(value, choice) for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        items = get_args(annotation)
+        if not isinstance(value, tuple):
+            return False
+        if items[-1] is Ellipsis:
+            return all(is_a(item, items[0]) for item in value)
+        return len(value) == len(items) and all(map(is_a, value, items))
+    if isinstance(value, bool):
+        return annotation is bool
+    if annotation is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, cast(type, annotation))
+
+
+def type_name(annotation: object) -> str:
+    """The declared type as the source writes it: `int`, `float | None`."""
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def _check(
+    section: Any,
+    where: str,
+    *,
+    choices: Mapping[str, tuple[str, ...]] | None = None,
+    least: Mapping[str, int | float] | None = None,
+    above: Mapping[str, int | float] | None = None,
+    most: Mapping[str, int | float] | None = None,
+    below: Mapping[str, int | float] | None = None,
+) -> None:
+    """Every field has its declared type, and where one is given its choices and bounds."""
+    for field in dataclasses.fields(section):
+        value, at = getattr(section, field.name), f"{where}.{field.name}"
+        need = type_name(field.type)
+        need = f"{need} (finite)" if "float" in need else need
+        require(is_a(value, field.type), at, repr(value), need)
+        if field.type in (float, float | None) and type(value) is int:
+            object.__setattr__(section, field.name, float(value))  # frozen, but not yet seen
+
+    def bound(
+        limits: Mapping[str, Any] | None, holds: Callable[[Any, Any], bool], need: str
+    ) -> None:
+        for name, limit in (limits or {}).items():
+            value = getattr(section, name)
+            good = value is None or holds(value, limit)
+            require(good, f"{where}.{name}", value, need.format(limit))
+
+    bound(choices, lambda value, limit: value in limit, "one of {}")
+    bound(least, lambda value, limit: value >= limit, ">= {}")
+    bound(above, lambda value, limit: value > limit, "> {}")
+    bound(most, lambda value, limit: value <= limit, "<= {}")
+    bound(below, lambda value, limit: value < limit, "< {}")
+
+
+def model(section: Any) -> None:
+    """Shapes that fit together."""
+    counts = ("width", "layers", "heads", "kv_heads", "head_dim", "experts")
+    _check(
+        section,
+        "config.model",
+        choices={"compute_dtype": ("bfloat16", "float32")},
+        least=dict.fromkeys((*counts, "experts_per_token", "expert_ffn"), 1),
+        above={"rope_theta": 0, "norm_eps": 0},
+    )
+    require(
+        section.experts_per_token <= section.experts,
+        "config.model.experts_per_token",
+        section.experts_per_token,
+        f"<= experts ({section.experts})",
+    )
+    require(
+        section.heads % section.kv_heads == 0,
+        "config.model.heads",
+        section.heads,
+        f"a multiple of kv_heads ({section.kv_heads})",
+        "every key/value head serves the same number of query heads",
+    )
+    require(
+        section.head_dim % 2 == 0,
+        "config.model.head_dim",
+        section.head_dim,
+        "an even number",
+        "rotary embeddings turn pairs of values",
+    )
+
+
+def quant(section: Any) -> None:
+    """Modes that can be combined, whatever the model."""
+    _check(
+        section,
+        "config.quant",
+        choices={
+            "rollout": ("bf16", "nvfp4"),
+            "trainer": ("bf16", "qat", "trace"),
+            "act_global": GLOBAL_SCALES,
+            "kv_global": GLOBAL_SCALES,
+            "guide": ("codes", "mantissa"),
+        },
+        least={"keep_first": 0, "keep_last": 0},
+    )
+    require(
+        not (section.trainer == "trace" and section.rollout == "bf16"),
+        "config.quant.trainer",
+        "trace with rollout bf16",
+        "a quantised rollout to be guided by",
+        "quant.rollout=nvfp4, or quant.trainer=bf16",
+    )
+    require(
+        not section.quantised or section.experts or section.kv,
+        "config.quant",
+        f"experts and kv off with rollout {section.rollout} and trainer {section.trainer}",
+        "something to quantise",
+        "turn one on, or set quant.rollout=bf16 and quant.trainer=bf16",
+    )
+    require(
+        section.experts or not section.guide_hidden,
+        "config.quant.guide_hidden",
+        "True with experts off",
+        "quantised experts: it guides the input of their second matmul",
+        "quant.guide_hidden=false, or quant.experts=true",
+    )
+    _guide_layers(section.guide_layers)
+
+
+def data(section: Any) -> None:
+    """One source of prompts, and a reward that it can feed."""
+    counts = ("train_size", "eval_size", "prompts_per_step", "max_prompt_tokens")
+    _check(
+        section,
+        "config.data",
+        choices={"overlong": ("refuse", "drop", "truncate")},
+        least=dict.fromkeys(counts, 1),
+    )
+    require(
+        bool(section.task) != bool(section.path),
+        "config.data",
+        f"task {section.task!r} and path {section.path!r}",
+        "exactly one of them",
+        "data.task=none with data.path=FILE trains on your own JSONL",
+    )
+    require(
+        bool(section.task) or not section.task_args,
+        "config.data.task_args",
+        section.task_args,
+        "() without a task",
+    )
+    names = [name for name, _ in section.task_args]
+    require(len(names) == len(set(names)), "config.data.task_args", names, "each name once")
+    require(
+        section.eval_path is None or bool(section.path),
+        "config.data.eval_path",
+        section.eval_path,
+        "data.path as well",
+        "a task makes its own held-out prompts: data.eval_path=none",
+    )
+    require(
+        section.reward in ("exact", "task")
+        or re.fullmatch(r"[\w.]+:\w+", section.reward) is not None,
+        "config.data.reward",
+        repr(section.reward),
+        "exact, task or module:function",
+    )
+    require(
+        section.reward != "task" or bool(section.task),
+        "config.data.reward",
+        "task, with data.task off",
+        "a reasoning-gym task to judge the answers",
+        "data.reward=exact",
+    )
+    require(
+        section.train_size >= section.prompts_per_step,
+        "config.data.train_size",
+        section.train_size,
+        f">= prompts_per_step ({section.prompts_per_step})",
+    )
+
+
+def warm_start(section: Any) -> None:
+    """Types and bounds."""
+    _check(
+        section,
+        "config.warm_start",
+        least={"max_steps": 1, "batch": 1, "check_every": 1},
+        above={"learning_rate": 0, "stop_at_accuracy": 0},
+        most={"stop_at_accuracy": 1},
+    )
+
+
+def rollout(section: Any) -> None:
+    """Types and bounds; evaluation may truncate and need not sample groups."""
+    counts = ("group_size", "max_new_tokens", "top_k", "bucket_tokens", "bucket_batch")
+    _check(
+        section,
+        "config.rollout",
+        least=dict.fromkeys(counts, 1) | {"version_lag": 0},
+        above={"temperature": 0, "top_p": 0},
+        most={"top_p": 1},
+    )
+
+
+def loss(section: Any) -> None:
+    """Types and bounds."""
+    _check(
+        section,
+        "config.loss",
+        least={"kl_coef": 0, "importance_cap": 1},
+        above={"clip_low": 0, "clip_high": 0, "std_floor": 0},
+        below={"clip_low": 1},
+    )
+
+
+def optim(section: Any) -> None:
+    """Types, choices and bounds."""
+    _check(
+        section,
+        "config.optim",
+        choices={"schedule": ("constant", "linear", "cosine")},
+        least={
+            **dict.fromkeys(("learning_rate", "warmup_steps", "b1", "b2", "weight_decay"), 0),
+            **dict.fromkeys(("minibatches", "micro_batch"), 1),
+        },
+        above={"max_grad_norm": 0},
+        below={"b1": 1, "b2": 1},
+    )
+
+
+def run(section: Any) -> None:
+    """Types and bounds."""
+    _check(
+        section,
+        "config.run",
+        least={
+            **dict.fromkeys(("eval_every", "eval_samples", "checkpoint_every"), 1),
+            # A corrupt newest checkpoint must leave another to fall back to.
+            "keep_checkpoints": 2,
+            "samples_kept": 0,
+        },
+    )
+
+
+def config(section: Any) -> None:
+    """What takes several sections to see."""
+    _check(section, "config", least={"seed": 0, "steps": 0}, below={"seed": 2**32})
+    require(
+        re.fullmatch(r"[\w.-]+", section.name) is not None,
+        "config.name",
+        repr(section.name),
+        "letters, digits, '.', '_' and '-': it names the run directory",
+    )
+    require(
+        section.warm_start is None or section.run.init_from is None,
+        "config.run.init_from",
+        f"{section.run.init_from} together with a warm start",
+        "one way to start",
+        "warm_start=none, or run.init_from=none",
+    )
+    require(
+        section.optim.warmup_steps <= section.steps,
+        "config.optim.warmup_steps",
+        section.optim.warmup_steps,
+        f"<= config.steps ({section.steps})",
+    )
+    _check_sampling(section.rollout)
+    _check_batch(section.data, section.rollout, section.optim)
+    if section.quant.quantised:
+        _check_blocks(section.model, section.quant)
+        _check_layers(section.model, section.quant)
+
+
+def _check_sampling(rollout: Any) -> None:
+    """The loss compares log-probs of the full distribution within groups."""
+    for name in ("top_p", "top_k"):
+        require(
+            getattr(rollout, name) is None,
+            f"config.rollout.{name}",
+            getattr(rollout, name),
+            "none in training: truncation renormalises the log-probs that the loss compares",
+            f"rollout.{name}=none",
+        )
+    require(
+        rollout.group_size >= 2,
+        "config.rollout.group_size",
+        rollout.group_size,
+        ">= 2",
+        "a group baseline needs two samples",
+    )
+
+
+def _check_batch(data: Any, rollout: Any, optim: Any) -> None:
+    """Prompts, samples, minibatches and micro-batches divide evenly."""
+    sequences = data.prompts_per_step * rollout.group_size
+    require(
+        sequences % optim.minibatches == 0,
+        "config.optim.minibatches",
+        optim.minibatches,
+        f"a divisor of prompts_per_step * group_size ({sequences})",
+    )
+    update = sequences // optim.minibatches
+    largest = max(n for n in range(1, min(optim.micro_batch, update) + 1) if update % n == 0)
+    require(
+        update % optim.micro_batch == 0,
+        "config.optim.micro_batch",
+        optim.micro_batch,
+        f"a divisor of prompts_per_step * group_size / minibatches ({update})",
+        f"optim.micro_batch={largest}",
+    )
+
+
+def _check_blocks(model: Any, quant: Any) -> None:
+    """What is quantised comes in whole blocks."""
+    fields = ("width", "expert_ffn") if quant.experts else ()
+    for name in (*fields, "head_dim") if quant.kv else fields:
+        value = getattr(model, name)
+        up = math.ceil(value / NVFP4_BLOCK) * NVFP4_BLOCK
+        off = "quant.kv=false" if name == "head_dim" else "quant.experts=false"
+        require(
+            value % NVFP4_BLOCK == 0,
+            f"config.model.{name}",
+            value,
+            f"a multiple of {NVFP4_BLOCK}, the NVFP4 block",
+            f"model.{name}={up}, or {off}",
+        )
+
+
+def _check_layers(model: Any, quant: Any) -> None:
+    """Some layer is quantised, and the guided layers are among them."""
+    first, stop = quant.keep_first, model.layers - quant.keep_last
+    require(
+        first < stop,
+        "config.quant.keep_first + keep_last",
+        f"{quant.keep_first} + {quant.keep_last}",
+        f"fewer than the {model.layers} layers, or nothing is quantised",
+    )
+    kind, numbers = _guide_layers(quant.guide_layers)
+    if kind == "last":
+        inside = 1 <= numbers[0] <= stop - first
+        need = f"last:N with N in 1..{stop - first}, the quantised layers"
+    else:
+        inside = all(first <= layer < stop for layer in numbers)
+        need = f"quantised layers, {first}..{stop - 1}"
+    require(inside, "config.quant.guide_layers", quant.guide_layers, need)
+
+
+def _guide_layers(text: str) -> tuple[str, list[int]]:
+    """The kind ("all", "latter_half", "last" or "list") and the numbers that `text` names."""
+    if text in ("all", "latter_half"):
+        return text, []
+    found = re.fullmatch(r"(last:)?(\d+(?:,\d+)*)", text)
+    numbers = [] if found is None else [int(number) for number in found[2].split(",")]
+    last = found is not None and found[1] is not None
+    require(
+        len(numbers) == 1 or (len(numbers) == len(set(numbers)) > 1 and not last),
+        "config.quant.guide_layers",
+        repr(text),
+        "all, latter_half, last:N, or different layers like 0,3,5",
+    )
+    return "last" if last else "list", numbers
