@@ -1,0 +1,85 @@
+"""What a response is worth. A scorer maps a prompt and the response text to a number.
+
+    "exact"            1 if the extracted answer equals the gold answer but for white space, else 0
+    "task"             1 if reasoning-gym's own score of the extracted answer is exactly 1, else 0
+    "module:function"  yours: fn(prompt: Prompt, response_text: str) -> float, any finite number
+
+reasoning-gym gives partial credit for answers that contain the gold one, which a policy learns to
+exploit; hence exactly 1. A response cut off by the length limit is judged by its text like any
+other: it counts only if the answer was already complete. A scorer that raises has failed; that is
+never a reward of 0 (see `pool`).
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from trace_jax.checks import message, require
+from trace_jax.reward.extract import extract_answer
+from trace_jax.types import Prompt
+
+Scorer = Callable[[Prompt, str], float]
+
+_WHERE = "config.data.reward"
+_NEED = '"exact", "task" or "module:function"'
+
+
+def exact(prompt: Prompt, response_text: str) -> float:
+    """1.0 if the extracted answer equals the gold answer; runs of white space are one space."""
+    if prompt.answer is None:
+        raise ValueError(message(prompt.uid, "no answer", "a gold answer to compare with"))
+    return float(_words(extract_answer(response_text)) == _words(prompt.answer))
+
+
+def task_score(prompt: Prompt, response_text: str) -> float:
+    """1.0 if the prompt's reasoning-gym task gives the extracted answer its full score."""
+    dataset = _dataset(prompt.task, tuple(sorted(prompt.extra["task_args"].items())))
+    score = dataset.score_answer(extract_answer(response_text), prompt.extra["entry"])
+    return float(score == 1.0)
+
+
+def load_scorer(spec: str) -> Scorer:
+    """The scorer that `config.data.reward` names.
+
+    Raises: ValueError for a malformed name, a module that does not import (with the reason), a
+            function that is not there (with the choices), or something that cannot be called.
+    """
+    check_spec(spec)
+    if spec == "exact":
+        return exact
+    if spec == "task":
+        import reasoning_gym  # noqa: F401  # its import takes seconds: not within a deadline
+
+        return task_score
+    module_name, _, name = spec.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # user code: whatever it raises, say that it was the import
+        got = f"{spec!r}, whose import failed ({type(error).__name__}: {error})"
+        fix = "run from the folder that holds the module, or install it"
+        raise ValueError(message(_WHERE, got, _NEED, fix)) from error
+    choices = sorted(n for n in vars(module) if callable(vars(module)[n]) and n[0] != "_")
+    function = getattr(module, name, None)
+    require(callable(function), _WHERE, repr(spec), f"a function of {module_name}: {choices}")
+    assert callable(function)
+    return function
+
+
+def check_spec(spec: str) -> None:
+    """Refuses a reward name that has no legal form; imports nothing."""
+    module, colon, function = spec.partition(":")
+    legal = bool(colon) and function.isidentifier()
+    legal = legal and all(part.isidentifier() for part in module.split("."))
+    require(spec in ("exact", "task") or legal, _WHERE, repr(spec), _NEED)
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@functools.lru_cache(maxsize=64)
+def _dataset(task: str, args: tuple[tuple[str, Any], ...]) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, seed=0, size=1, **dict(args))
