@@ -1,0 +1,47 @@
+"""Grouped-query attention, RMSNorm and rotary positions, shared by the trainer and the sampler."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def rms_norm(x: Float[Array, "*A D"], weight_D: Float[Array, " D"], eps: float) -> Float[Array, "*A D"]:
+    """x / rms(x) * weight in float32, returned in the dtype of x."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(eps))
+    weight = weight_D.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return (wide * scale * weight).astype(x.dtype)
+
+
+def rope(x_BTHK: Float[Array, "B T H K"], position_BT: Int[Array, "B T"], theta: float) -> Array:
+    """Rotary positions, rotate-half form over the whole head (Qwen3), in float32."""
+    half = x_BTHK.shape[-1] // 2
+    exponent = jnp.arange(half, dtype=jnp.float32) / jnp.float32(half)
+    frequency = jnp.float32(theta) ** -exponent
+    angle = position_BT.astype(jnp.float32)[..., None, None] * frequency[None, None, None, :]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTHK.dtype)
+
+
+def attend(
+    q_BTHK: Float[Array, "B T H K"],
+    k_BCJK: Float[Array, "B C J K"],
+    v_BCJK: Float[Array, "B C J K"],
+    visible_BTC: Bool[Array, "B T C"],
+) -> Float[Array, "B T H K"]:
+    """softmax(q k / sqrt(K)) v over the visible slots; scores and softmax in float32.
+
+    A query that sees nothing (padding) gets the mean of nothing: zeros.
+    """
+    B, T, H, K = q_BTHK.shape
+    J = k_BCJK.shape[2]
+    q = q_BTHK.reshape(B, T, J, H // J, K).astype(jnp.float32)
+    score = jnp.einsum("btjgk,bcjk->bjgtc", q, k_BCJK.astype(jnp.float32)) * jnp.float32(K**-0.5)
+    visible = visible_BTC[:, None, None]
+    score = jnp.where(visible, score, jnp.float32(-1e30))
+    weight = jnp.where(visible, jax.nn.softmax(score, axis=-1), jnp.float32(0))
+    weight = weight.astype(q_BTHK.dtype).astype(jnp.float32)
+    out = jnp.einsum("bjgtc,bcjk->btjgk", weight, v_BCJK.astype(jnp.float32))
+    return out.reshape(B, T, H, K).astype(q_BTHK.dtype)

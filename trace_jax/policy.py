@@ -1,0 +1,191 @@
+"""The trainer's policy: parameters and a batch to log-probabilities. The only place QAT meets the model.
+
+    layer l:  K, V       -> quantised after RoPE, guided where the rollout recorded this layer
+              expert in  -> quantised once per token, guided likewise
+              expert w   -> quantised from the BF16 cast of the master weight, as in the sampler
+              hidden     -> quantised per row (the input of the second expert matmul)
+
+Log-probabilities are those of softmax(logits / temperature) over the full vocabulary in float32: the
+same definition as the sampler's.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from trace_jax import config as cfg
+from trace_jax.checks import require
+from trace_jax.guidance.record import Guidance, GuidanceSpec, SiteRecord
+from trace_jax.models import attention, moe, transformer
+from trace_jax.models.grouped_matmul import Dispatch, gather_rows, grouped_matmul
+from trace_jax.qat import plan as qat_plan
+from trace_jax.qat import sites
+from trace_jax.rl import replay
+from trace_jax.types import Batch, Mean, Params
+
+LogProbs = Callable[[Params, Batch], tuple[Array, dict[str, Mean]]]
+
+
+def make_log_probs(
+    model: cfg.Model, quant: cfg.Quant, *, temperature: float, replay_routes: bool = True
+) -> LogProbs:
+    """Builds `log_probs(params, batch) -> (logprobs_BS in nats, counts)`.
+
+    The static choices (which layers, which format, guided or not) are taken here; the function is
+    pure. Counts are undivided means: route mismatch, and per site the guide agreement and so on.
+    """
+    segments = trainer_segments(model, quant)
+    view = transformer.make_layer_view(model)
+    dtype = jnp.dtype(model.compute_dtype)
+
+    def log_probs(params: Params, batch: Batch) -> tuple[Array, dict[str, Mean]]:
+        require(
+            batch.guidance is not None or batch.routes_LBSX is None or quant.trainer != "trace",
+            "policy: guidance of a rollout batch",
+            None,
+            'a record, since quant.trainer is "trace"',
+            "let the rollout record guidance; plain rounding would be silent misguidance",
+        )
+        tokens_BS, valid_BS = batch.tokens_BT[:, :-1], batch.valid_BT[:, 1:]
+        position_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
+        x_BSD = transformer.embed_tokens(params, tokens_BS, dtype)
+        counts: dict[str, Mean] = {}
+        for segment in segments:
+            layer = _Layer(model, quant, segment.plan, batch.guidance, valid_BS, position_BS)
+            xs = _segment_inputs(segment, params, batch)
+            body = layer.body(view, replay_routes)
+            x_BSD, stacked = jax.lax.scan(body, x_BSD, xs)
+            summed = jax.tree.map(lambda a: jnp.sum(a, axis=0), stacked)
+            counts = _merge(counts, summed)
+        logits = transformer.head_logits(params, x_BSD, model.norm_eps)
+        return token_logprobs(logits, batch.tokens_BT[:, 1:], temperature), counts
+
+    return log_probs
+
+
+def token_logprobs(
+    logits_BSV: Float[Array, "B S V"], tokens_BS: Int[Array, "B S"], temperature: float
+) -> Float[Array, "B S"]:
+    """log softmax(logits / temperature) at the given tokens, nats."""
+    scaled = logits_BSV / jnp.float32(temperature)
+    chosen = jnp.take_along_axis(scaled, tokens_BS[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(scaled, axis=-1)
+
+
+def trainer_segments(model: cfg.Model, quant: cfg.Quant) -> tuple[qat_plan.Segment, ...]:
+    """Runs of layers with equal plans; nothing is quantised or compared in a bf16 trainer."""
+    plans = qat_plan.layer_plans(quant, model.layers)
+    if quant.trainer == "bf16":
+        plain = qat_plan.LayerPlan(experts=False, kv=False, recorded=False)
+        plans = (plain,) * model.layers
+    return qat_plan.segments(plans)
+
+
+def _segment_inputs(segment: qat_plan.Segment, params: Params, batch: Batch) -> tuple[Any, Any, Any]:
+    rows = slice(segment.start, segment.stop)
+    layers = jax.tree.map(lambda a: a[rows], params["layers"])
+    routes = None if batch.routes_LBSX is None else batch.routes_LBSX[rows]
+    records = None
+    if segment.plan.recorded and batch.guidance is not None:
+        spec: GuidanceSpec = batch.guidance.spec
+        first = spec.layers.index(segment.start)
+        kept = slice(first, first + segment.stop - segment.start)
+        records = jax.tree.map(lambda a: a[kept], batch.guidance.sites)
+    return layers, routes, records
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """One layer of the trainer under one plan, ready to be scanned."""
+
+    model: cfg.Model
+    quant: cfg.Quant
+    plan: qat_plan.LayerPlan
+    guidance: Guidance | None
+    valid_BS: Bool[Array, "B S"]
+    position_BS: Int[Array, "B S"]
+
+    def body(self, view, replay_routes: bool):
+        def scan_body(x_BSD, xs):
+            layer, routes_BSX, records = xs
+            counts: dict[str, Any] = {}
+            used = routes_BSX if replay_routes else None
+            x_BSD, (logits, _, _, _) = view(layer)(
+                x_BSD,
+                self.position_BS,
+                lambda q, k, v: (self.attend(q, k, v, records, counts), None),
+                lambda m, x, r, g: (self.experts(m, x, r, g, records, counts), None),
+                used,
+            )
+            if routes_BSX is not None:
+                mismatch = replay.route_mismatch(logits, routes_BSX, self.valid_BS)
+                counts["parity/route_mismatch"] = mismatch
+            return x_BSD, counts
+
+        return scan_body
+
+    def attend(self, q, k, v, records, counts):
+        if self.plan.kv:
+            k = self.site("k", k, records, counts, self.quant.kv_global)
+            v = self.site("v", v, records, counts, self.quant.kv_global)
+        S = q.shape[1]
+        causal = jnp.broadcast_to(jnp.tril(jnp.ones((1, S, S), bool)), (q.shape[0], S, S))
+        return attention.attend(q, k, v, causal)
+
+    def experts(self, params, x, routes, gates, records, counts):
+        routes = jnp.where(self.valid_BS[..., None], routes, -1)
+        w_gate_up, w_down = params.gate_up[...], params.down[...]
+        if self.plan.experts:
+            x = self.site("expert_in", x, records, counts, self.quant.act_global)
+            w_gate_up = sites.quantize_weight(w_gate_up, x.dtype)
+            w_down = sites.quantize_weight(w_down, x.dtype)
+        x_MD = x.reshape(-1, x.shape[-1])
+
+        def gate_up(d: Dispatch) -> Array:
+            return grouped_matmul(gather_rows(x_MD, d), w_gate_up.astype(x.dtype), d)
+
+        def down(h_NbF: Array, d: Dispatch) -> Array:
+            if self.plan.experts:
+                h_NbF = self.hidden_site(h_NbF, d, records, counts)
+            return grouped_matmul(h_NbF, w_down.astype(x.dtype), d)
+
+        return moe.expert_mlp(routes, gates, self.model.experts, gate_up, down)
+
+    def hidden_site(self, h_NbF, dispatch: Dispatch, records, counts):
+        """The hidden rows sit in the blocked layout; so the record (B, S, X, ...) goes there too."""
+        rows, valid = records, jnp.zeros(h_NbF.shape[:2], bool)
+        if records is not None and "expert_hidden" in records:
+            pairs = dispatch.slot_MX.size
+            valid = dispatch.pair_R.reshape(h_NbF.shape[:2]) < pairs
+            to_rows = lambda a: gather_rows(a.reshape(pairs, a.shape[-1]), dispatch, per_pair=True)  # noqa: E731
+            rows = {"expert_hidden": jax.tree.map(to_rows, records["expert_hidden"])}
+        return self.site("expert_hidden", h_NbF, rows, counts, self.quant.act_global, valid)
+
+    def site(self, name: str, x, records, counts, rule: str, valid=None):
+        """Quantises at one site, guided or not, and adds its counts."""
+        record: SiteRecord | None = None if records is None else records.get(name)
+        if valid is None:
+            valid = self.valid_BS.reshape(*self.valid_BS.shape, *(1,) * (x.ndim - 3))
+            valid = jnp.broadcast_to(valid, x.shape[:-1])
+        y, stats = sites.quantize_site(
+            x,
+            record,
+            valid,
+            rule=rule,
+            kind="codes" if self.guidance is None else self.guidance.spec.kind,
+            guided=self.quant.trainer == "trace",
+        )
+        if stats is not None:
+            counts[f"guide/agreement/{name}"] = stats.agreement
+            counts[f"quant/code_flip_rate/{name}"] = stats.flips
+            counts[f"guide/scale_equal/{name}"] = stats.scale_equal
+            counts[f"quant/nonfinite_blocks/{name}"] = stats.nonfinite
+        return y
+
+
+def _merge(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:
+    return {k: a[k] + b[k] if k in a and k in b else a.get(k, b.get(k)) for k in {**a, **b}}

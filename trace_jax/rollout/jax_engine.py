@@ -1,0 +1,276 @@
+"""The embedded rollout engine: FP4 prefill and decode under one jit, returning trajectories.
+
+    prefill (P prompts)  ->  cache grown to P*G sequences  ->  decode until all have stopped
+
+Right padding: slot c of a sequence is its position c, so padding never shifts a rotary angle. Lengths
+and batch sizes are padded to buckets, so they never recompile. Each sequence has its own random key
+and its own rows everywhere; finished and padding rows reach no expert. The log-probability of a token
+is log softmax(logits / temperature) over the full vocabulary, in float32, of the policy that sampled.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from trace_jax import config as cfg
+from trace_jax.checks import require
+from trace_jax.guidance import codec
+from trace_jax.guidance.record import GuidanceSpec, SiteRecord
+from trace_jax.models import attention, kv_cache, moe, transformer
+from trace_jax.qat import plan as qat_plan
+from trace_jax.rollout import native, unpad
+from trace_jax.types import Prompt, Trajectory
+from trace_jax.weight_sync import SamplerWeights, sampler_segments
+
+Generate = Callable[[SamplerWeights, Sequence[Prompt], int, jax.Array], list[Trajectory]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """State of the decode loop, and its outputs."""
+
+    step: Int[Array, ""]
+    tokens_BR: Int[Array, "B R"]
+    logprobs_BR: Float[Array, "B R"]
+    length_B: Int[Array, " B"]  # response tokens, the stop token included
+    done_B: Array  # bool: sampled a stop token, or padding row
+    token_B: Int[Array, " B"]  # sampled last, not processed yet
+    caches: tuple[Any, ...]  # per segment, leaves (L, B, C, J, ...)
+    routes: tuple[Array, ...]  # per segment (L, B, R, X); row r is the processing of token r
+    records: tuple[Any, ...]  # per segment, leaves (L, B, R, ...)
+
+
+def make_generate(
+    model: cfg.Model,
+    quant: cfg.Quant,
+    rollout: cfg.Rollout,
+    *,
+    stop_ids: Sequence[int],
+    pad_id: int,
+) -> Generate:
+    """Builds `generate(weights, prompts, samples, key) -> trajectories` (prompt-major order).
+
+    Raises: ValueError for top-p or top-k: a truncated distribution has other log-probabilities.
+    """
+    require(
+        rollout.top_p is None and rollout.top_k is None,
+        "rollout: top_p, top_k",
+        (rollout.top_p, rollout.top_k),
+        "none",
+        "sample from the full distribution; the log-probabilities are of that distribution",
+    )
+    core = _Core(model, quant, rollout, tuple(stop_ids), pad_id)
+    sample = jax.jit(core.sample, static_argnames=("samples",))
+
+    def generate(
+        weights: SamplerWeights, prompts: Sequence[Prompt], samples: int, key: jax.Array
+    ) -> list[Trajectory]:
+        tokens_PT, length_P = unpad.pad_prompts(prompts, samples, rollout, pad_id)
+        seeds = [zlib.crc32(p.uid.encode()) for p in prompts]
+        seeds += [0] * (len(length_P) - len(prompts))
+        seed_P = np.array(seeds, np.uint32)
+        prefill, decoded = sample(weights.params, tokens_PT, length_P, seed_P, key, samples=samples)
+        prefill, decoded = jax.device_get((prefill, decoded))
+        spec = qat_plan.guidance_spec(quant, model.layers)
+        return unpad.trajectories(
+            prompts, samples, prefill, decoded, spec, core.segments, weights.version
+        )
+
+    return generate
+
+
+@dataclasses.dataclass(frozen=True)
+class _Core:
+    """The traced part of the engine with its static choices."""
+
+    model: cfg.Model
+    quant: cfg.Quant
+    rollout: cfg.Rollout
+    stop_ids: tuple[int, ...]
+    pad_id: int
+
+    @property
+    def segments(self) -> tuple[qat_plan.Segment, ...]:
+        return sampler_segments(self.model, self.quant)
+
+    @property
+    def spec(self) -> GuidanceSpec | None:
+        return qat_plan.guidance_spec(self.quant, self.model.layers)
+
+    def sample(self, params, tokens_PT, length_P, seed_P, key, *, samples: int):
+        """Prefill and decode; returns (prefill outputs, `Decoded`)."""
+        P, T = tokens_PT.shape
+        R = self.rollout.max_new_tokens
+        keys_B = sequence_keys(key, seed_P, samples)
+        prefill, logits_PV = self.prefill(params, tokens_PT, length_P)
+        length_B = jnp.repeat(length_P, samples)
+        idle_B = length_B == 0
+        first = self.draw(jnp.repeat(logits_PV, samples, axis=0), keys_B, jnp.int32(0))
+        state = self.start(prefill, P * samples, T + R, samples, first, idle_B)
+
+        def body(state: Decoded) -> Decoded:
+            return self.decode_step(params, state, length_B, keys_B)
+
+        def unfinished(state: Decoded) -> Array:
+            return (state.step < R) & ~jnp.all(state.done_B)
+
+        return prefill, jax.lax.while_loop(unfinished, body, state)
+
+    def start(self, prefill, B, slots, samples, first, idle_B) -> Decoded:
+        """State after the first token was sampled from the prompt's logits."""
+        R, X = self.rollout.max_new_tokens, self.model.experts_per_token
+        (token_B, logprob_B) = first
+        grow = lambda leaf: jnp.zeros((leaf.shape[0], B, R, *leaf.shape[3:]), leaf.dtype)  # noqa: E731
+        tokens_BR = jnp.full((B, R), self.pad_id, jnp.int32).at[:, 0].set(token_B)
+        return Decoded(
+            step=jnp.int32(1),
+            tokens_BR=tokens_BR,
+            logprobs_BR=jnp.zeros((B, R), jnp.float32).at[:, 0].set(logprob_B),
+            length_B=jnp.where(idle_B, 0, 1),
+            done_B=idle_B | self.stops(token_B),
+            token_B=token_B,
+            caches=tuple(kv_cache.extend(c, slots, samples) for c in prefill["caches"]),
+            routes=tuple(
+                jnp.full((s.stop - s.start, B, R, X), -1, jnp.int32) for s in self.segments
+            ),
+            records=tuple(jax.tree.map(grow, r) for r in prefill["records"]),
+        )
+
+    def stops(self, token_B: Array) -> Array:
+        """True where the token ends the answer."""
+        return jnp.any(token_B[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None, :], axis=1)
+
+    def draw(self, logits_BV, keys_B, step) -> tuple[Array, Array]:
+        """Samples one token per row with the row's own key; returns (ids, log-probs in nats)."""
+        scaled = logits_BV / jnp.float32(self.rollout.temperature)
+        keys = jax.vmap(lambda k: jax.random.fold_in(k, step))(keys_B)
+        token_B = jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+        chosen = jnp.take_along_axis(scaled, token_B[:, None], axis=1)[:, 0]
+        return token_B, chosen - jax.nn.logsumexp(scaled, axis=1)
+
+    def prefill(self, params, tokens_PT, length_P):
+        """All prompt tokens at once; returns (caches, routes, records) and the last logits."""
+        P, T = tokens_PT.shape
+        valid_PT = jnp.arange(T)[None, :] < length_P[:, None]
+        position_PT = jnp.broadcast_to(jnp.arange(T), (P, T))
+        visible = jnp.broadcast_to(jnp.tril(jnp.ones((1, T, T), bool)), (P, T, T))
+        view = transformer.make_layer_view(self.model)
+        x = transformer.embed_tokens(params, tokens_PT, jnp.dtype(self.model.compute_dtype))
+        caches, routes, records = [], [], []
+        for segment, stack in zip(self.segments, params["segments"], strict=True):
+            rule = self.quant.kv_global if segment.plan.kv else None
+
+            def attend(q, k, v, rule=rule):
+                stored = {"k": kv_cache.encode(k, rule), "v": kv_cache.encode(v, rule)}
+                seen = (kv_cache.decode(stored[name], q.dtype) for name in ("k", "v"))
+                return attention.attend(q, *seen, visible), stored
+
+            def body(x, layer, segment=segment, attend=attend):
+                experts = partial(self.experts, segment.plan, valid_PT)
+                x, (_, ids, kept, record) = view(layer)(x, position_PT, attend, experts)
+                return x, (kept, jnp.where(valid_PT[..., None], ids, -1), record)
+
+            x, (cache, ids, record) = jax.lax.scan(body, x, stack)
+            caches.append(cache)
+            routes.append(ids)
+            records.append(record)
+        last = jnp.maximum(length_P - 1, 0)[:, None, None]
+        x_P1D = jnp.take_along_axis(x, last, axis=1)
+        logits = transformer.head_logits(params, x_P1D, self.model.norm_eps)[:, 0]
+        return {"caches": tuple(caches), "routes": tuple(routes), "records": tuple(records)}, logits
+
+    def decode_step(self, params, state: Decoded, prompt_B, keys_B) -> Decoded:
+        """Processes the last sampled token of every unfinished row and samples the next one."""
+        r, active_B = state.step - 1, ~state.done_B
+        slot_B = prompt_B + r
+        C = jax.tree.leaves(state.caches)[0].shape[2]
+        visible = (jnp.arange(C)[None, :] <= slot_B[:, None])[:, None, :]
+        view = transformer.make_layer_view(self.model)
+        dtype = jnp.dtype(self.model.compute_dtype)
+        x = transformer.embed_tokens(params, state.token_B[:, None], dtype)
+        caches, routes, records = list(state.caches), list(state.routes), list(state.records)
+        for i, (segment, stack) in enumerate(zip(self.segments, params["segments"], strict=True)):
+            rule = self.quant.kv_global if segment.plan.kv else None
+
+            def body(carry, xs, rule=rule, segment=segment):
+                x, cache = carry
+                layer, index = xs
+
+                def attend(q, k, v):
+                    new = {"k": kv_cache.encode(k, rule), "v": kv_cache.encode(v, rule)}
+                    grown = kv_cache.write(cache, index, slot_B, new)
+                    here = kv_cache.read(grown, index)
+                    seen = (kv_cache.decode(here[name], q.dtype) for name in ("k", "v"))
+                    return attention.attend(q, *seen, visible), grown
+
+                experts = partial(self.experts, segment.plan, active_B[:, None])
+                x, (_, ids, cache, record) = view(layer)(x, slot_B[:, None], attend, experts)
+                return (x, cache), (jnp.where(active_B[:, None, None], ids, -1), record)
+
+            indices = jnp.arange(segment.stop - segment.start)
+            (x, caches[i]), (ids, record) = jax.lax.scan(body, (x, caches[i]), (stack, indices))
+            put = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, r, 2)  # noqa: E731
+            routes[i] = put(routes[i], ids)
+            records[i] = jax.tree.map(put, records[i], record)
+        logits = transformer.head_logits(params, x, self.model.norm_eps)[:, 0]
+        token_B, logprob_B = self.draw(logits, keys_B, state.step)
+        token_B = jnp.where(active_B, token_B, self.pad_id)
+        column = lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new[:, None], state.step, 1)  # noqa: E731
+        return Decoded(
+            step=state.step + 1,
+            tokens_BR=column(state.tokens_BR, token_B),
+            logprobs_BR=column(state.logprobs_BR, jnp.where(active_B, logprob_B, 0)),
+            length_B=state.length_B + active_B.astype(jnp.int32),
+            done_B=state.done_B | self.stops(token_B),
+            token_B=token_B,
+            caches=tuple(caches),
+            routes=tuple(routes),
+            records=tuple(records),
+        )
+
+    def experts(self, plan: qat_plan.LayerPlan, valid_BT, params, x_BTD, routes, gates):
+        """The routed experts in native FP4, and the record of their input where it is kept."""
+        B, T, D = x_BTD.shape
+        routes = jnp.where(valid_BT[..., None], routes, -1)
+        rule, layout = self.quant.act_global, {}
+        gate_up, down, kept = native.make_projections(
+            x_BTD.reshape(B * T, D), params, plan.experts, rule
+        )
+
+        def down_keeping_layout(h, d):
+            layout["dispatch"] = d
+            return down(h, d)
+
+        y = moe.expert_mlp(routes, gates, self.model.experts, gate_up, down_keeping_layout)
+        records: dict[str, SiteRecord] = {}
+        spec = self.spec
+        if spec is None or not plan.recorded or not plan.experts:
+            return y, records
+        if "expert_hidden" in spec.sites:
+            hidden = native.to_pairs(kept["expert_hidden"], layout["dispatch"])
+            kept["expert_hidden"] = jax.tree.map(lambda a: a.reshape(B, T, *a.shape[1:]), hidden)
+        kept["expert_in"] = jax.tree.map(lambda a: a.reshape(B, T, -1), kept["expert_in"])
+        for name in ("expert_in", "expert_hidden"):
+            if name in spec.sites:
+                codes, scales, global_ = kept[name]
+                global_ = None if rule == "one" else global_
+                records[name] = codec.encode(codes, scales, global_, spec.kind)
+        return y, records
+
+
+def sequence_keys(key: jax.Array, seed_P: Int[Array, " P"], samples: int) -> jax.Array:
+    """One key per sequence, from the prompt's own seed and the sample number: never from the batch."""
+
+    def one(seed: Array) -> jax.Array:
+        prompt_key = jax.random.fold_in(key, seed)
+        return jax.vmap(lambda g: jax.random.fold_in(prompt_key, g))(jnp.arange(samples))
+
+    return jax.vmap(one)(seed_P).reshape(-1)
