@@ -64,7 +64,7 @@ def rows(batch, part):
 
 def make_params(seed=1):
     table = np.random.default_rng(seed).normal(size=(VOCAB, VOCAB)).astype(np.float32)
-    return {"table": jnp.asarray(table), "bias": jnp.zeros(VOCAB)}
+    return {"table": jnp.array(table), "bias": jnp.zeros(VOCAB)}
 
 
 def logprobs(params, batch):
@@ -236,11 +236,11 @@ def test_adamw_follows_the_written_out_recurrence():
     )
     tx = make_optimizer(optim, steps=4)
     params = {"w": jnp.array([1.0, -2.0])}
-    opt_state = tx.init(params)
+    opt_state, update = tx.init(params), jax.jit(tx.update)
     w, m, v = np.array([1.0, -2.0]), np.zeros(2), np.zeros(2)
     for count, rate in enumerate([0.05, 0.1, 0.1]):  # 1/2, 2/2, then p = 0
         grad = np.array([3.0, 4.0]) * (count + 1)
-        updates, opt_state = tx.update({"w": jnp.asarray(grad, jnp.float32)}, opt_state, params)
+        updates, opt_state = update({"w": jnp.asarray(grad, jnp.float32)}, opt_state, params)
         params = optax.apply_updates(params, updates)
         grad = grad * 0.5 / np.linalg.norm(grad)
         m, v = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2

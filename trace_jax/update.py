@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
 
 from trace_jax.checks import require
 from trace_jax.config import Optim
@@ -20,7 +21,7 @@ StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 SCHEDULES = ("constant", "linear", "cosine")
 
 
-def make_schedule(optim: Optim, steps: int) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
+def make_schedule(optim: Optim, steps: int) -> optax.Schedule:
     """The learning rate of update number `count` (0, 1, ...), out of `steps` updates in all.
 
     Math:    lr (count + 1) / warmup_steps, then lr for "constant", lr (1 - p) for "linear",
@@ -29,7 +30,7 @@ def make_schedule(optim: Optim, steps: int) -> Callable[[Int[Array, ""]], Float[
     """
     require(optim.schedule in SCHEDULES, "config.optim.schedule", optim.schedule, SCHEDULES)
 
-    def schedule(count: Int[Array, ""]) -> Float[Array, ""]:
+    def schedule(count: ArrayLike) -> Float[Array, ""]:
         done = jnp.asarray(count).astype(jnp.float32)
         progress = (done - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
         progress = jnp.clip(progress, 0.0, 1.0)
@@ -58,10 +59,10 @@ def make_optimizer(optim: Optim, steps: int) -> optax.GradientTransformation:
     )
     tx = optax.chain(clip, adamw)
 
-    def update(grads: Any, opt_state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         # Optax 0.2.8 raises a float to the int32 step count: its arithmetic needs promotion.
         with jax.numpy_dtype_promotion("standard"):
-            return tx.update(grads, opt_state, params)
+            return tx.update(updates, state, params)
 
     return optax.GradientTransformation(tx.init, update)
 
@@ -109,29 +110,8 @@ def make_train_step(loss_fn: LossFn, tx: optax.GradientTransformation) -> StepFn
              `jax.tree.map(jnp.copy, params)`. JAX refuses a buffer that is both donated and read.
     """
 
-    def gradients(params: Params, leaves: list, treedef: Any) -> tuple[Params, Mean, Metrics]:
-        structure = None  # of (loss, metrics); known once `loss_fn` is traced
-
-        def scalar_loss(params, batch):
-            loss, metrics = loss_fn(params, batch)
-            return loss.total, (loss, metrics)
-
-        def accumulate(total, micro_leaves):
-            nonlocal structure
-            batch = jax.tree.unflatten(treedef, micro_leaves)
-            (_, reported), grads = jax.value_and_grad(scalar_loss, has_aux=True)(params, batch)
-            sums, structure = jax.tree.flatten(reported)
-            return jax.tree.map(jnp.add, total, grads), sums
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        total, sums_A = jax.lax.scan(accumulate, zeros, leaves)
-        assert structure is not None
-        loss, metrics = jax.tree.unflatten(structure, [jnp.sum(x, axis=0) for x in sums_A])
-        scale = 1 / jnp.where(loss.count == 0, 1, loss.count)
-        return jax.tree.map(lambda g: g * scale.astype(g.dtype), total), loss, metrics
-
     def train_step(state: TrainState, leaves: list, treedef: Any) -> tuple[TrainState, Metrics]:
-        grads, loss, metrics = gradients(state.params, leaves, treedef)
+        grads, loss, metrics = _token_mean_gradient(loss_fn, state.params, leaves, treedef)
         grad_norm = optax.tree.norm(grads)
         applied = jnp.isfinite(grad_norm) & (loss.count > 0)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
@@ -162,3 +142,27 @@ def make_train_step(loss_fn: LossFn, tx: optax.GradientTransformation) -> StepFn
         return jitted(state, leaves, treedef)
 
     return step
+
+
+def _token_mean_gradient(
+    loss_fn: LossFn, params: Params, leaves: list, treedef: Any
+) -> tuple[Params, Mean, Metrics]:
+    """Gradient of the token-mean over all micro-batches, and the summed loss and metrics."""
+    structure = None  # of (loss, metrics); known once `loss_fn` is traced
+
+    def scalar_loss(params, batch):
+        loss, metrics = loss_fn(params, batch)
+        return loss.total, (loss, metrics)
+
+    def accumulate(total, micro_leaves):
+        nonlocal structure
+        batch = jax.tree.unflatten(treedef, micro_leaves)
+        (_, reported), grads = jax.value_and_grad(scalar_loss, has_aux=True)(params, batch)
+        sums, structure = jax.tree.flatten(reported)
+        return jax.tree.map(jnp.add, total, grads), sums
+
+    total, sums_A = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), leaves)
+    assert structure is not None
+    loss, metrics = jax.tree.unflatten(structure, [jnp.sum(x, axis=0) for x in sums_A])
+    scale = 1 / jnp.where(loss.count == 0, 1, loss.count)
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), total), loss, metrics

@@ -1,5 +1,6 @@
 """Oracle: the closed form of loss and gradient, token by token, in Python floats."""
 
+import functools
 import math
 
 import jax
@@ -19,14 +20,14 @@ ADVANTAGES = [1.5, -0.5]
 
 
 def make_batch(*, old=None, reference=None, mask=MASK, mu=MU, advantages=ADVANTAGES):
-    def floats(x):
-        return None if x is None else jnp.asarray(x, jnp.float32)
+    def floats(x):  # traced in one test, a list in the others
+        return x if x is None or isinstance(x, jax.Array) else np.asarray(x, np.float32)
 
     shape = np.shape(mask)
     return Batch(
-        tokens_BT=jnp.zeros((shape[0], shape[1] + 1), jnp.int32),
-        valid_BT=jnp.ones((shape[0], shape[1] + 1), bool),
-        loss_mask_BS=jnp.asarray(mask),
+        tokens_BT=np.zeros((shape[0], shape[1] + 1), np.int32),
+        valid_BT=np.ones((shape[0], shape[1] + 1), bool),
+        loss_mask_BS=np.asarray(mask),
         sampler_logprobs_BS=floats(mu),
         advantages_B=floats(advantages),
         routes_LBSX=None,
@@ -36,7 +37,8 @@ def make_batch(*, old=None, reference=None, mask=MASK, mu=MU, advantages=ADVANTA
     )
 
 
-def loss_and_gradient(batch, *, logp=LOGP, cap=5.0, kl_coef=None, low=0.2, high=0.3):
+@functools.partial(jax.jit, static_argnames=("cap", "kl_coef", "low", "high"))
+def compiled(logp, batch, *, cap, kl_coef, low, high):
     def total(logprobs_BS):
         loss, metrics = policy_loss(
             logprobs_BS,
@@ -48,9 +50,12 @@ def loss_and_gradient(batch, *, logp=LOGP, cap=5.0, kl_coef=None, low=0.2, high=
         )
         return loss.total, (loss, metrics)
 
-    (_, (loss, metrics)), grad = jax.value_and_grad(total, has_aux=True)(
-        jnp.asarray(logp, jnp.float32)
-    )
+    return jax.value_and_grad(total, has_aux=True)(logp)
+
+
+def loss_and_gradient(batch, *, logp=LOGP, cap=5.0, kl_coef=None, low=0.2, high=0.3):
+    logp = jnp.asarray(logp, jnp.float32)
+    (_, (loss, metrics)), grad = compiled(logp, batch, cap=cap, kl_coef=kl_coef, low=low, high=high)
     return loss, np.asarray(grad), metrics
 
 
@@ -136,7 +141,7 @@ def test_no_gradient_reaches_what_the_batch_recorded():
         return loss.total
 
     arrays = [jnp.asarray(x, jnp.float32) for x in (OLD, MU, REF)]
-    for grad in jax.grad(total, argnums=(0, 1, 2))(*arrays):
+    for grad in jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arrays):
         np.testing.assert_array_equal(grad, np.zeros((2, 3)))
 
 
@@ -239,7 +244,7 @@ def test_supervised_loss_is_the_mean_negative_log_prob_of_trained_tokens():
         loss, metrics = supervised_loss(logprobs_BS, make_batch(mu=np.zeros((2, 3))))
         return loss.total, (loss, metrics)
 
-    (_, (loss, metrics)), grad = jax.value_and_grad(total, has_aux=True)(logp)
+    (_, (loss, metrics)), grad = jax.jit(jax.value_and_grad(total, has_aux=True))(logp)
     assert loss.value == pytest.approx((1.0 + 0.3 + 2.0 + 0.7 + 1.9) / 5, rel=1e-6)
     assert metrics["loss/supervised_nats"].value == loss.value
     np.testing.assert_array_equal(grad, np.where(MASK, -1.0, 0.0))

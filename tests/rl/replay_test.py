@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trace_jax.rl.replay import replayed_gates, route_mismatch, top_k_routes
+from trace_jax.rl import replay
+
+# Compiled as a whole: op by op, each shape would be compiled a dozen times.
+replayed_gates = jax.jit(replay.replayed_gates)
+route_mismatch = jax.jit(replay.route_mismatch)
+top_k_routes = jax.jit(replay.top_k_routes, static_argnums=1)
 
 
 def gates_by_hand(logits, routes):
@@ -42,7 +47,7 @@ def test_replayed_gates_have_the_closed_form_gradient():
     def total(s):
         return jnp.sum(replayed_gates(s, jnp.asarray(routes)) * cotangent)
 
-    got = jax.grad(total)(jnp.asarray(logits))
+    got = jax.jit(jax.grad(total))(jnp.asarray(logits))
     gates, want = gates_by_hand(logits, routes), np.zeros((4, 5))
     for a in range(4):
         for x in range(2):
@@ -63,7 +68,7 @@ def test_padding_routes_give_gate_zero_and_exactly_no_gradient(logit):
         return jnp.sum(replayed_gates(s, jnp.asarray(routes)) ** 2)
 
     gates = replayed_gates(jnp.asarray(logits), jnp.asarray(routes))
-    grad = jax.grad(total)(jnp.asarray(logits))
+    grad = jax.jit(jax.grad(total))(jnp.asarray(logits))
     np.testing.assert_array_equal(gates[1], np.zeros(2))
     np.testing.assert_array_equal(grad[1], np.zeros(6))
     assert np.all(np.isfinite(gates)) and np.all(np.isfinite(grad))
@@ -89,8 +94,8 @@ def test_replaying_ones_own_routes_changes_nothing(dtype):
     assert routes.dtype == jnp.int32
 
     weights = jnp.asarray(np.random.default_rng(2).normal(size=gates.shape), jnp.float32)
-    own = jax.grad(lambda s: jnp.sum(top_k_routes(s, 2)[1] * weights))(logits)
-    replayed = jax.grad(lambda s: jnp.sum(replayed_gates(s, routes) * weights))(logits)
+    own = jax.jit(jax.grad(lambda s: jnp.sum(top_k_routes(s, 2)[1] * weights)))(logits)
+    replayed = jax.jit(jax.grad(lambda s: jnp.sum(replayed_gates(s, routes) * weights)))(logits)
     np.testing.assert_array_equal(own, replayed)
     assert float(jnp.max(jnp.abs(own))) > 0
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from trace_jax.checks import require
+from trace_jax.checks import message
 from trace_jax.rl.correction import MAX_LOG_RATIO, importance_metrics, importance_weight
 from trace_jax.types import Batch, Mean
 
@@ -61,7 +61,8 @@ def policy_loss(
     loss = policy
     if kl_coef is not None:
         reference_BS = batch.reference_logprobs_BS
-        require(reference_BS is not None, "rl.loss.policy_loss", None, "reference log-probs for KL")
+        if reference_BS is None:
+            raise ValueError(message("rl.loss.policy_loss", None, "reference log-probs for KL"))
         kl = _token_mean(_k3(logp_BS, _masked(reference_BS, mask_BS)), mask_BS)
         metrics["loss/kl"] = kl
         loss = Mean(total=policy.total + kl_coef * kl.total, count=policy.count)
