@@ -13,8 +13,6 @@ from trace_jax.data.items import Item
 from trace_jax.data.tokenizer import Tokenizer
 from trace_jax.types import Prompt
 
-OVERLONG = ("refuse", "drop", "truncate")
-
 _log = logging.getLogger(__name__)
 
 
@@ -40,15 +38,6 @@ def build_prompts(data_cfg: cfg.Data, tokenizer: Tokenizer, seed: int) -> Prompt
              also a prompt longer than `max_prompt_tokens` under overlong="refuse", a set that is
              empty, or an item without an answer under reward="exact".
     """
-    where = "config.data.overlong"
-    require(data_cfg.overlong in OVERLONG, where, data_cfg.overlong, f"one of {OVERLONG}")
-    require(
-        (data_cfg.task is None) != (data_cfg.path is None),
-        "config.data",
-        f"task={data_cfg.task!r} and path={data_cfg.path!r}",
-        "exactly one of them",
-        "--set data.task=none to use data.path",
-    )
     if data_cfg.path is None:
         train, held_out, repeated = *_gym_split(data_cfg, seed), 0
     else:
@@ -86,9 +75,6 @@ def _gym_split(data_cfg: cfg.Data, seed: int) -> tuple[Sequence[Item], Sequence[
 
 def _jsonl_split(data_cfg: cfg.Data, seed: int) -> tuple[Sequence[Item], Sequence[Item], int]:
     assert data_cfg.path is not None
-    got = "task (reasoning-gym's own score) with a JSONL"
-    need = '"exact" or your "module:function"'
-    require(data_cfg.reward != "task", "config.data.reward", got, need)
     answered = data_cfg.reward == "exact"
     lines = jsonl.read_jsonl(data_cfg.path, answer_required=answered)
     items = items_lib.distinct(lines)

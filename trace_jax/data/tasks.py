@@ -74,7 +74,6 @@ def check_args(task: str, args: TaskArgs) -> tuple[dict[str, Any], str | None]:
         need = f"one of {close or sorted(factory.DATASETS)}"
         raise ValueError(message(where, repr(task), need, "see reasoning-gym's gallery of tasks"))
     kwargs = dict(args)
-    require(len(kwargs) == len(args), "config.data.task_args", args, "each argument once")
     short = kwargs.pop("short_prompt", task in SHORT_BY_DEFAULT)
     require(
         not short or task in SHORT_PROMPTS,

@@ -60,8 +60,10 @@ class Tokenizer:
         pieces = []
         for is_known, run in itertools.groupby((int(i) for i in ids), key=self._is_known):
             known = list(run)
-            text = self.hf.decode(known, skip_special_tokens=not special) if is_known else "\ufffd"
-            pieces.append(text)
+            if is_known:
+                pieces.append(self.hf.decode(known, skip_special_tokens=not special))
+            else:
+                pieces.append("\ufffd" * len(known))
         return "".join(pieces)
 
     def response_text(self, ids: Sequence[int]) -> str:

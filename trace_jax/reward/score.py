@@ -60,9 +60,8 @@ def load_scorer(spec: str) -> Scorer:
         fix = "run from the folder that holds the module, or install it"
         raise ValueError(message(_WHERE, got, _NEED, fix)) from error
     choices = sorted(n for n in vars(module) if callable(vars(module)[n]) and n[0] != "_")
-    function = getattr(module, name, None)
+    function: Any = getattr(module, name, None)
     require(callable(function), _WHERE, repr(spec), f"a function of {module_name}: {choices}")
-    assert callable(function)
     return function
 
 
