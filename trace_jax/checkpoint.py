@@ -1,14 +1,14 @@
 """Checkpoints: an array pytree and a small JSON record, saved together or not at all.
 
     <directory>/<step>/arrays       the pytree (Orbax, sharded, one OCDBT store)
-    <directory>/<step>/extra        JSON: the caller's record and a manifest with one SHA-256 per leaf
+    <directory>/<step>/extra        JSON: the caller's record and a SHA-256 of every leaf
     <directory>/<step>/files.json   SHA-256 of every file above, written right after the rename
-    <directory>/<step>.corrupt      a checkpoint that failed verification, moved aside and never deleted
+    <directory>/<step>.corrupt      one that failed verification, moved aside and never deleted
 
-Orbax writes into a temporary folder and renames it when complete, so a kill during a save leaves the
-previous checkpoint as the newest one. What a rename cannot catch (a truncated, altered or deleted
-file) the sums do: files are compared before Orbax opens them (it reports damage as a wall of asyncio
-tracebacks), and every restored leaf is compared with the bytes that were handed to `save`.
+Orbax writes into a temporary folder and renames it when complete, so a kill during a save leaves
+the previous checkpoint as the newest one. What a rename cannot catch (a truncated, altered or
+deleted file) the sums do: files are compared before Orbax opens them (it reports damage as a wall
+of asyncio tracebacks), and every restored leaf with the bytes that were handed to `save`.
 """
 
 import dataclasses
@@ -58,7 +58,9 @@ class Checkpointer:
     """
 
     def __init__(self, directory: str | pathlib.Path, keep: int):
-        require(keep >= 1, "checkpoint.keep", keep, ">= 1", "keep 2 to survive a damaged newest one.")
+        require(
+            keep >= 1, "checkpoint.keep", keep, ">= 1", "keep 2 to survive a damaged newest one."
+        )
         self.directory = pathlib.Path(directory).absolute()
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -121,8 +123,8 @@ class Checkpointer:
 
         Damaged newer ones are reported and moved to `<step>.corrupt`.
 
-        Args:    like: a pytree of arrays or `jax.ShapeDtypeStruct`; the result has its structure and
-                 shardings (the default device where a struct has none; numpy where it is numpy).
+        Args:    like: a pytree of arrays or `jax.ShapeDtypeStruct`; the result has its structure
+                 and shardings (default device where a struct has none, numpy where it is numpy).
                  None: nested dicts and lists of numpy arrays.
         Raises:  ValueError naming the first paths where `like` and the checkpoint differ;
                  CheckpointError if there are checkpoints and all are damaged. Neither touches the

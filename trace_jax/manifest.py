@@ -15,7 +15,7 @@ Manifest = dict[str, dict[str, Any]]  # leaf path -> {"dtype", "shape", "sha256"
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by path ("params/layers/w"), the same for a dataclass and for the nested dict of it."""
+    """Leaves by path ("params/layers/w"); a dataclass has those of its nested dict."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in flat]
     out = dict(named)
@@ -30,7 +30,7 @@ def describe(tree: Any) -> Manifest:
         dtype = getattr(leaf, "dtype", None)
         require(
             isinstance(leaf, np.ndarray | jax.Array)
-            and dtype != object
+            and getattr(dtype, "kind", None) != "O"
             and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended),
             f"checkpoint arrays {path}",
             dtype or type(leaf).__name__,
@@ -56,7 +56,7 @@ def differences(manifest: Manifest, like: Any) -> list[str]:
 
 
 def plain_json(value: Any, where: str) -> Any:
-    """The value as JSON gives it back: numpy scalars become numbers, tuples lists; else TypeError."""
+    """The value as JSON gives it back: numpy scalars as numbers, tuples as lists."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
