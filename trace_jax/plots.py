@@ -2,7 +2,8 @@
 
 import math
 import pathlib
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,13 +56,16 @@ def comparison_plot(rows: Rows, path: str | pathlib.Path) -> pathlib.Path:
     figure, axes = _figure(math.ceil(len(keys) / columns) or 1, columns, height=3.1, width=3.7)
     for axis, key in zip(axes, keys, strict=False):
         for i, mode in enumerate(modes):
-            _compare_mode(axis, [row for row in rows if row["mode"] == mode], key, i, lags)
-        axis.set_title(COMPARED[key], fontsize=10)
+            x = 0.24 * (i / len(modes) - 0.5)  # beside each other, so that bars do not overlap
+            places = {lag: lag + x if len(lags) > 1 else i for lag in lags}
+            _compare_mode(axis, [row for row in rows if row["mode"] == mode], key, i, places)
         axis.set_ylabel(COMPARED[key])
         if key in (MEAN_GAP, P99_GAP) and _spans_decades(axis):
             axis.set_yscale("log")
         elif key not in (MEAN_GAP, P99_GAP, "eval/accuracy", "guide/agreement"):
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(bottom=-0.03 * axis.get_ylim()[1])
+        if key == "guide/agreement":
+            axis.set_ylim(top=min(axis.get_ylim()[1], 1.002))
         if len(lags) > 1:
             axis.set_xlabel("rollout lag [versions]")
             axis.set_xticks(lags)
@@ -78,24 +82,26 @@ def comparison_plot(rows: Rows, path: str | pathlib.Path) -> pathlib.Path:
 
 def mean_spread(values: Iterable[float]) -> tuple[float, float | None]:
     """Mean and sample standard deviation; None for a single value."""
-    array = np.asarray(list(values), np.float64)
-    return float(array.mean()), float(array.std(ddof=1)) if array.size > 1 else None
+    values = [float(value) for value in values]  # `statistics` is exact: equal values spread by 0
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    return statistics.fmean(values), spread
 
 
-def _compare_mode(axis: Any, rows: Rows, key: str, index: int, lags: Sequence[int]) -> None:
+def _compare_mode(axis: Any, rows: Rows, key: str, index: int, places: Mapping[int, float]) -> None:
+    """One mode in one panel; `places` is the x of each lag."""
     xs, means, spreads = [], [], []
-    width = 0.06  # modes of one lag stand beside each other, so that their bars do not overlap
-    for lag in lags:
+    for lag, place in places.items():
         found = [_number(row, key) for row in rows if row.get("lag", 0) == lag]
         values = [value for value in found if value is not None]
         if values:
             mean, spread = mean_spread(values)
-            xs.append(lag + width * (index - 1.5) if len(lags) > 1 else index)
+            xs.append(place)
             means.append(mean)
             spreads.append(spread or 0.0)
     label = rows[0]["mode"] if rows else ""
-    style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-    line = "-" if len(lags) > 1 else "none"
+    marker = MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]  # pairs repeat late
+    style = {"color": COLOURS[index % len(COLOURS)], "marker": marker}
+    line = "-" if len(places) > 1 else "none"
     axis.errorbar(
         xs, means, yerr=spreads, label=label, linestyle=line, capsize=3, markersize=5, **style
     )
@@ -124,18 +130,20 @@ def _training(rows: Rows) -> Any:
 
 
 def _parity(rows: Rows) -> Any:
-    figure, (gap, rates) = _figure(1, 2)
+    figure, (gap, codes, routes) = _figure(1, 3, width=4.2)
     _line(gap, rows, P99_GAP, "99th percentile", 1)
     _line(gap, rows, MEAN_GAP, "mean", 0)
     if gap.lines and any((_number(row, MEAN_GAP) or 0) > 0 for row in _of(rows, "rl")):
         gap.set_yscale("log")
     gap.set(xlabel="GRPO step", ylabel="|trainer − sampler| log-prob [nats]", title="log-prob gap")
     _legend(gap)
-    _line(rates, rows, "guide/agreement", "guide agreement", 2)
-    _line(rates, rows, "parity/route_mismatch", "route mismatch", 3)
-    rates.set(xlabel="GRPO step", ylabel="fraction", title="codes and routes", ylim=(-0.03, 1.03))
-    _legend(rates)
-    _mark_empty(gap, rates)
+    _line(codes, rows, "guide/agreement", "guide agreement", 2)
+    codes.set(xlabel="GRPO step", ylabel="fraction of guided codes", title="guide agreement")
+    codes.set_ylim(top=1.0005)  # a line at exactly 1 stays visible
+    _line(routes, rows, "parity/route_mismatch", "route mismatch", 3)
+    routes.set(xlabel="GRPO step", ylabel="fraction of routed experts", title="route mismatch")
+    routes.set_ylim(bottom=0.0)
+    _mark_empty(gap, codes, routes)
     return figure
 
 

@@ -43,7 +43,13 @@ def comparison_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) 
     groups: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["mode"], row.get("lag", 0)), []).append(row)
-    lines = [["mode", *(["lag"] if lagged else []), "seeds", *columns]]
+    # A key takes two header lines (stage/ above the quantity), since the quantities are long.
+    split = [column.rpartition("/") for column in columns]
+    blank = [""] * (3 if lagged else 2)
+    lines = [
+        [*blank, *(stage + slash for stage, slash, _ in split)],
+        ["mode", *(["lag"] if lagged else []), "seeds", *(name for _, _, name in split)],
+    ]
     for (mode, lag), members in groups.items():
         cells = [_spread([row.get(column) for row in members]) for column in columns]
         seeds = len({row.get("seed", i) for i, row in enumerate(members)})
@@ -56,7 +62,7 @@ def comparison_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) 
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         out.append("  ".join((first, *rest)).rstrip())
-    out.insert(1, "  ".join("-" * width for width in widths))
+    out.insert(2, "  ".join("-" * width for width in widths))
     return "\n".join(out)
 
 
