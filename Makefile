@@ -25,8 +25,8 @@ help:  ## show this list
 setup: $(READY)  ## create .venv with the locked versions (PYTHON=... picks the interpreter)
 
 # Redone only when the locks or pyproject.toml change. pip installs exactly what the lock names; the
-# few packages without a wheel are built by the locked setuptools. Byte code is written by all cores, as
-# some packages warn when it is made, and left out where the library never goes.
+# few packages without a wheel are built by the locked setuptools. Byte code is written at once, by
+# all cores, because some packages warn when it is made.
 $(READY): pyproject.toml requirements-dev.lock
 	@set -eu; \
 	right='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; \

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from absl import flags
 
-HOUSE_ERROR = re.compile(r".+: got .*, need .*\.", re.DOTALL)  # trace_jax.checks.message
+HOUSE_ERROR = re.compile(r".+: got .*, need .*", re.DOTALL)  # trace_jax.checks.message
 
 
 def run(main: Callable[[], None], doc: str) -> None:

@@ -12,23 +12,24 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Lowest first. A module imports only from lower ranks, and freely within its own entry; two entries
 # of one rank do not see each other: they meet in `types`. The longest matching entry counts.
 RANKS: list[tuple[str, ...]] = [
-    ("checks",),
-    ("config_checks", "formats", "guidance.record", "manifest", "sharding"),
+    ("checks", "interrupt", "progress"),
+    ("config_checks", "formats", "guidance.record", "manifest", "rundir", "sharding"),
     ("config", "types"),
     ("checkpoint", "data", "guidance", "metrics", "overrides", "reward", "rl"),
-    ("qat",),
-    ("models",),
+    ("plots", "qat", "summary"),
+    ("models", "report"),
     ("weight_sync",),
     ("parity", "policy", "rollout"),
-    ("update",),
-    ("evaluate", "report"),
+    ("evaluate", "update"),
+    ("stages",),
     ("loop",),
     ("compare",),
 ]
 RANK_OF = {f"trace_jax.{name}": rank for rank, names in enumerate(RANKS) for name in names}
 
 # Only these modules of trace_jax see the whole Config; any may import the sections it reads.
-SEES_CONFIG = {f"trace_jax.{name}" for name in ("config", "overrides", "loop", "compare")}
+# `stages` is the half of the loop that builds what the other half runs.
+SEES_CONFIG = {f"trace_jax.{name}" for name in ("config", "overrides", "stages", "loop", "compare")}
 MESH_NAMES = {"PartitionSpec", "Mesh", "AbstractMesh", "make_mesh"}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
