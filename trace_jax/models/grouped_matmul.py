@@ -6,6 +6,8 @@ An expert without rows gets exactly zero gradient, because no block ever touches
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,13 +77,42 @@ def grouped_matmul(
     return _matmul(x_NbK, w_EOK, dispatch.expert_N, dispatch.active)
 
 
+def _on_cpu_in_float32(loop: Callable[..., Any], *operands: Array) -> Any:
+    """Runs a loop of matmuls in the operands' dtype, on CPU in float32.
+
+    XLA:CPU has no fast BF16 matmul inside a loop (measured 10x slower than float32), so there the
+    operands are widened before and the results narrowed after it. That changes no result: products
+    of BF16 accumulate in float32 and are rounded once, either way.
+    """
+
+    def widened(*operands: Array) -> Any:
+        wide = (a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in operands)
+        return loop(*wide)
+
+    def narrow(result: Any) -> Any:
+        return jax.tree.map(lambda a: a.astype(operands[0].dtype), result)
+
+    return narrow(jax.lax.platform_dependent(*operands, cpu=widened, default=_in_float32(loop)))
+
+
+def _in_float32(loop: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *operands: jax.tree.map(lambda a: a.astype(jnp.float32), loop(*operands))
+
+
+def _dot(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
+
+
 @jax.custom_vjp
 def _matmul(x_NbK, w_EOK, expert_N, active):
-    def body(n, y):
-        return y.at[n].set(x_NbK[n] @ w_EOK[expert_N[n]].T)
+    def loop(x_NbK, w_EOK, expert_N, active):
+        def body(n, y):
+            return y.at[n].set(_dot(x_NbK[n], w_EOK[expert_N[n]].T))
 
-    y = jnp.zeros((*x_NbK.shape[:2], w_EOK.shape[1]), x_NbK.dtype)
-    return jax.lax.fori_loop(0, active, body, y)
+        y = jnp.zeros((*x_NbK.shape[:2], w_EOK.shape[1]), x_NbK.dtype)
+        return jax.lax.fori_loop(0, active, body, y)
+
+    return _on_cpu_in_float32(loop, x_NbK, w_EOK, expert_N, active)
 
 
 def _forward(x_NbK, w_EOK, expert_N, active):
@@ -89,18 +120,18 @@ def _forward(x_NbK, w_EOK, expert_N, active):
 
 
 def _backward(saved, dy_NbO):
-    x_NbK, w_EOK, expert_N, active = saved
+    def loop(dy_NbO, x_NbK, w_EOK, expert_N, active):
+        def body(n, carry):
+            dx, dw = carry
+            expert = expert_N[n]
+            dx = dx.at[n].set(_dot(dy_NbO[n], w_EOK[expert]))
+            product = jnp.matmul(dy_NbO[n].T, x_NbK[n], preferred_element_type=jnp.float32)
+            return dx, dw.at[expert].add(product)
 
-    def body(n, carry):
-        dx, dw = carry
-        expert = expert_N[n]
-        dx = dx.at[n].set(dy_NbO[n] @ w_EOK[expert])
-        product = dy_NbO[n].astype(jnp.float32).T @ x_NbK[n].astype(jnp.float32)
-        return dx, dw.at[expert].add(product)
+        zeros = jnp.zeros_like(x_NbK), jnp.zeros(w_EOK.shape, jnp.float32)
+        return jax.lax.fori_loop(0, active, body, zeros)
 
-    zeros = jnp.zeros_like(x_NbK), jnp.zeros(w_EOK.shape, jnp.float32)
-    dx, dw = jax.lax.fori_loop(0, active, body, zeros)
-    return dx, dw.astype(w_EOK.dtype), None, None
+    return *_on_cpu_in_float32(loop, dy_NbO, *saved), None, None
 
 
 _matmul.defvjp(_forward, _backward)

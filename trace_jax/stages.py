@@ -1,0 +1,250 @@
+"""The stages of one experiment, built once from its configuration; `loop.py` runs them in turn."""
+
+import dataclasses
+import functools
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trace_jax import config as cfg
+from trace_jax import parity, policy, update, weight_sync
+from trace_jax.checks import require
+from trace_jax.data import batching
+from trace_jax.data.prompts import PromptSets, build_prompts
+from trace_jax.data.tokenizer import Tokenizer, load_tokenizer
+from trace_jax.guidance import health
+from trace_jax.models import transformer
+from trace_jax.qat import plan as qat_plan
+from trace_jax.reward.pool import RewardPool, count_failures
+from trace_jax.rl import advantage, loss
+from trace_jax.rollout import jax_engine
+from trace_jax.types import Batch, Mean, Params, Prompt, Scored, TrainState
+from trace_jax.weight_sync import SamplerWeights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stages:
+    """Everything static of a run: data, and one function per stage."""
+
+    config: cfg.Config
+    tokenizer: Tokenizer
+    prompts: PromptSets
+    key: jax.Array  # of the run; every use folds in a purpose and a step
+    log_probs: Any  # jitted (params, batch) -> (logprobs_BS, counts)
+    supervised_step: update.StepFn
+    policy_step: update.StepFn
+    sync: Any  # (params, version) -> SamplerWeights
+    generate: jax_engine.Generate
+
+    def purpose_key(self, purpose: str, step: int = 0) -> jax.Array:
+        """A key for one purpose at one step; no key is ever stored."""
+        return jax.random.fold_in(jax.random.fold_in(self.key, zlib.crc32(purpose.encode())), step)
+
+
+def build(config: cfg.Config) -> Stages:
+    """Builds the stages. Reads the data, compiles nothing yet."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    prompts = build_prompts(config.data, tokenizer, config.seed)
+    model, quant = config.model, config.quant
+    make = functools.partial(policy.make_log_probs, model, quant)
+    log_probs = make(temperature=config.rollout.temperature, replay_routes=config.loss.replay)
+    plain_log_probs = make(temperature=1.0)
+    terms = config.loss
+
+    def policy_loss(params: Params, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
+        logprobs_BS, _ = log_probs(params, batch)
+        return loss.policy_loss(
+            logprobs_BS,
+            batch,
+            clip_low=terms.clip_low,
+            clip_high=terms.clip_high,
+            kl_coef=terms.kl_coef,
+            importance_cap=terms.importance_cap,
+        )
+
+    def supervised_loss(params: Params, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
+        return loss.supervised_loss(plain_log_probs(params, batch)[0], batch)
+
+    return Stages(
+        config=config,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        key=jax.random.key(config.seed),
+        log_probs=jax.jit(log_probs),
+        supervised_step=update.make_train_step(supervised_loss, warm_optimizer(config)),
+        policy_step=update.make_train_step(policy_loss, policy_optimizer(config)),
+        sync=weight_sync.make_sync(model, quant),
+        generate=jax_engine.make_generate(
+            model, quant, config.rollout, stop_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id
+        ),
+    )
+
+
+def policy_optimizer(config: cfg.Config) -> Any:
+    """The optimiser of the RL stage."""
+    return update.make_optimizer(config.optim, config.steps * config.optim.minibatches)
+
+
+def warm_optimizer(config: cfg.Config) -> Any:
+    """The optimiser of the warm start: the same make, its own learning rate, constant."""
+    rate = config.warm_start.learning_rate if config.warm_start else config.optim.learning_rate
+    optim = dataclasses.replace(config.optim, learning_rate=rate, schedule="constant")
+    return update.make_optimizer(optim, 1)
+
+
+def initial_params(stages: Stages) -> Params:
+    """Random parameters for this model and vocabulary."""
+    key = stages.purpose_key("parameters")
+    return transformer.init(stages.config.model, stages.tokenizer.vocab_size, key)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collected:
+    """One step's rollouts as a batch, and what there is to say about them."""
+
+    batch: Batch
+    metrics: dict[str, float]
+
+
+def roll_out(
+    stages: Stages,
+    weights: SamplerWeights,
+    prompts: Sequence[Prompt],
+    pool: RewardPool,
+    step: int,
+    version: int,
+) -> Collected:
+    """Samples, scores and collates one step; `version` is the trainer's, to tell the staleness."""
+    config, start = stages.config, time.perf_counter()
+    key = stages.purpose_key("rollout", step)
+    trajectories = stages.generate(weights, prompts, config.rollout.group_size, key)
+    sampled_s = time.perf_counter() - start
+    texts = [stages.tokenizer.response_text(t.response_T) for t in trajectories]
+    scored = pool.score_all(trajectories, texts)
+    collected = batching.collect(scored)
+    require(
+        len(collected.scored) > 0,
+        "reward: scored samples of a step",
+        f"0 of {len(scored)} ({count_failures(scored)})",
+        "at least one",
+        "repair the reward function; a failed verifier is never a reward of zero",
+    )
+    gains = advantage.group_advantages(
+        collected.reward_B,
+        collected.group_B,
+        normalize_std=config.loss.normalize_std,
+        std_floor=config.loss.std_floor,
+    )
+    per_update = config.optim.micro_batch * config.optim.minibatches
+    batch = batching.collate(
+        collected.scored,
+        gains.advantages_B,
+        length=None,
+        bucket_tokens=config.rollout.bucket_tokens,
+        pad_id=stages.tokenizer.pad_id,
+        rows=batching.rows_for(len(trajectories), per_update),
+    )
+    tokens = int(sum(len(t.response_T) for t in trajectories))
+    metrics = _rollout_metrics(scored, tokens, config, weights, version) | {
+        "rollout/step_s": sampled_s,
+        "rollout/tokens_per_s": tokens / sampled_s,
+        "reward/step_s": time.perf_counter() - start - sampled_s,
+        "reward/zero_variance_groups": gains.zero_variance_groups,
+        "reward/small_groups": gains.small_groups,
+        "sync/bytes": weights.bytes,
+    }
+    return Collected(batch=batch, metrics={k: float(v) for k, v in metrics.items()})
+
+
+def _rollout_metrics(
+    scored: Sequence[Scored], tokens: int, config: cfg.Config, weights: SamplerWeights, version: int
+) -> dict[str, float]:
+    trajectories = [item.trajectory for item in scored]
+    rewards = [item.reward for item in scored if item.reward is not None]
+    records = [t.guidance for t in trajectories if t.guidance is not None]
+    processed = sum(len(t.tokens_T) - 1 for t in trajectories)
+    metrics = {
+        "reward/mean": float(np.mean(rewards)),
+        "reward/failed": len(scored) - len(rewards),
+        "rollout/tokens": tokens,
+        "rollout/length_tokens": tokens / len(trajectories),
+        "rollout/truncated": np.mean([t.finish_reason == "length" for t in trajectories]),
+        "rollout/staleness_versions": version - weights.version,
+        "guide/bytes_per_token": 0.0,
+    }
+    if records:
+        metrics |= health.scale_health(records)
+        # what only measures agreement (a trainer that does not follow) is not a cost of the method
+        followed = config.quant.trainer == "trace"
+        recorded = health.record_bytes(records) / processed
+        metrics["guide/bytes_per_token"] = recorded if followed else 0.0
+        spec = qat_plan.guidance_spec(config.quant, config.model.layers)
+        expected = qat_plan.bytes_per_token(spec, config.model, config.quant)
+        assert abs(recorded - expected) < 1e-6, (recorded, expected)
+    return metrics
+
+
+def add_log_probs(stages: Stages, params: Params, reference: Params | None, batch: Batch):
+    """The batch with pi_old (and the reference) of the trainer before the update, and the metrics.
+
+    This separate forward is what `parity/...` compares with the sampler: never a log-prob that an
+    update has already changed.
+    """
+    size = stages.config.optim.micro_batch
+    parts = list(batching.micro_batches(batch, size))
+    outputs = [stages.log_probs(params, part) for part in parts]
+    old_BS = np.concatenate([np.asarray(logprobs) for logprobs, _ in outputs])
+    totals = functools.reduce(_add, (jax.device_get(counts) for _, counts in outputs))
+    metrics = summarise_sites(totals)
+    mask_BS = np.asarray(batch.loss_mask_BS)
+    metrics |= parity.parity_metrics(old_BS, np.asarray(batch.sampler_logprobs_BS), mask_BS)
+    batch = dataclasses.replace(batch, old_logprobs_BS=np.where(mask_BS, old_BS, 0.0))
+    if reference is not None:
+        pieces = [np.asarray(stages.log_probs(reference, part)[0]) for part in parts]
+        reference_BS = np.where(mask_BS, np.concatenate(pieces), 0.0)
+        batch = dataclasses.replace(batch, reference_logprobs_BS=reference_BS)
+    return batch, metrics
+
+
+def summarise_sites(counts: dict[str, Mean]) -> dict[str, float]:
+    """Divides the counts, and adds `guide/agreement` over all sites."""
+    metrics = {name: mean.value for name, mean in counts.items()}
+    guided = [mean for name, mean in counts.items() if name.startswith("guide/agreement/")]
+    if guided:
+        metrics["guide/agreement"] = functools.reduce(lambda a, b: a + b, guided).value
+    return metrics
+
+
+def _add(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:
+    return {name: a[name] + b[name] for name in a}
+
+
+def train(stages: Stages, state: TrainState, batch: Batch, step: int):
+    """All updates of one rollout: (new state, metrics of the updates)."""
+    optim = stages.config.optim
+    seed = zlib.crc32(f"minibatches/{stages.config.seed}/{step}".encode())
+    totals: dict[str, Mean] = {}
+    for part in batching.minibatches(batch, count=optim.minibatches, seed=seed):
+        micro = update.stack_micro_batches(list(batching.micro_batches(part, optim.micro_batch)))
+        state, metrics = stages.policy_step(state, micro)
+        metrics = jax.device_get(metrics)
+        totals = _add(totals, metrics) if totals else metrics
+    return state, {name: mean.value for name, mean in totals.items()}
+
+
+def supervise(stages: Stages, state: TrainState, batch: Batch):
+    """One supervised update."""
+    size = min(stages.config.optim.micro_batch, len(batch.tokens_BT))
+    micro = update.stack_micro_batches(list(batching.micro_batches(batch, size)))
+    state, metrics = stages.supervised_step(state, micro)
+    return state, {name: mean.value for name, mean in jax.device_get(metrics).items()}
+
+
+def copy_params(params: Params) -> Params:
+    """New buffers: the trainer's are donated at each update."""
+    return jax.tree.map(jnp.copy, params)
