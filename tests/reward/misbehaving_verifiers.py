@@ -1,7 +1,9 @@
 """Reward functions that misbehave, for pool_test to load by name as a user's would be."""
 
 import os
+import pathlib
 import signal
+import subprocess
 import time
 
 
@@ -36,6 +38,10 @@ def by_name(prompt, response_text):
             os._exit(0)
         case ["killed"]:
             os.kill(os.getpid(), signal.SIGKILL)
+        case ["child", path]:
+            child = subprocess.Popen(["sleep", "600"])
+            pathlib.Path(path).write_text(str(child.pid))
+            child.wait()
         case ["process"]:
             return os.getpid()
     return 0.0

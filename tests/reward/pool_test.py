@@ -1,6 +1,7 @@
 """Oracles: verifiers whose behaviour is spelled out in the response they judge."""
 
 import os
+import pathlib
 import threading
 import time
 
@@ -115,11 +116,23 @@ def test_pool_keeps_order_when_items_take_different_times_and_takes_an_empty_lis
 
 
 def test_interrupted_pool_does_not_mix_answers_of_two_calls(pool, monkeypatch):
+    while len({s.reward for s in judge(pool, *["process"] * 8)}) < 2:  # until both are idle
+        pass
     monkeypatch.setattr(pool, "_events", lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         judge(pool, "number 1", "number 2")
     monkeypatch.undo()
-    assert [s.reward for s in judge(pool, "number 3", "number 4")] == [3, 4]
+    assert [s.reward for s in judge(pool, "number 3")] == [3]
+
+
+def test_pool_kills_the_children_of_a_hanging_verifier_too(pool, tmp_path):
+    (scored,) = judge(pool, f"child {tmp_path / 'pid'}")
+    assert scored.failure.startswith("timeout")
+    stat = pathlib.Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    give_up = time.monotonic() + 5
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
