@@ -38,6 +38,11 @@ def describe(tree: Any) -> Manifest:
             "put host values into `extra`; store a key as its jax.random.key_data.",
             TypeError,
         )
+        where, need = (
+            f"checkpoint arrays {path}",
+            "at least one element (Orbax stores no empty array)",
+        )
+        require(leaf.size > 0, where, f"shape {leaf.shape}", need, "leave it out, or pad it.")
         whole = isinstance(leaf, np.ndarray) or leaf.is_fully_addressable
         sha256 = hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() if whole else None
         out[path] = {"dtype": str(dtype), "shape": list(leaf.shape), "sha256": sha256}
