@@ -18,4 +18,6 @@ def get_config() -> cfg.Config:
             task="spell_backward",
             task_args=(("min_word_len", 3), ("max_word_len", 6)),
         ),
+        rollout=cfg.Rollout(bucket_tokens=8),
+        run=cfg.Run(eval_samples=8),
     )

@@ -38,6 +38,13 @@ def run(main: Callable[[], None], doc: str) -> None:
         sys.exit(_complain(error))
 
 
+def integers(flag: str, values: list[str]) -> list[int]:
+    """Whole numbers >= 0 of a comma-separated flag."""
+    if not values or not all(value.strip().isdecimal() for value in values):
+        raise ValueError(f"{flag}: got {','.join(values)}, need whole numbers such as 0,1,2.")
+    return [int(value) for value in values]
+
+
 def _complain(error: Exception) -> int:
     print(f"error: {error}", file=sys.stderr)
     return 2

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from trace_jax import config as cfg
-from trace_jax import overrides, stages, summary, update
+from trace_jax import overrides, report, stages, summary, update
 from trace_jax.checkpoint import Checkpointer
 from trace_jax.checks import require
 from trace_jax.data import pipeline
@@ -72,8 +72,8 @@ class Outputs:
     stop: StopFlag
 
 
-def run(config: cfg.Config, workdir: str | pathlib.Path) -> dict[str, Any]:
-    """Runs or continues one experiment in `workdir`.
+def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> dict[str, Any]:
+    """Runs or continues one experiment in `workdir`, and prints its table if `show`.
 
     Returns: the summary: held-out accuracy before and after, the last parity metrics, throughput.
     Raises:  ValueError, FileNotFoundError for the user's own errors, before anything is computed;
@@ -95,7 +95,7 @@ def run(config: cfg.Config, workdir: str | pathlib.Path) -> dict[str, Any]:
             )
             _warm_start(built, position, out)
             _reinforce(built, position, out)
-        return _finish(built, position, out)
+        return _finish(built, position, out, show)
 
 
 def _begin(built: Stages) -> Position:
@@ -104,7 +104,8 @@ def _begin(built: Stages) -> Position:
     if config.run.init_from is not None:
         params = load_params(config.run.init_from, params)
     warm_done = config.warm_start is None
-    tx = stages.policy_optimizer(config) if warm_done else stages.warm_optimizer(config)
+    args = stages.policy_optimizer_args if warm_done else stages.warm_optimizer_args
+    tx = update.make_optimizer(*args(config))
     keep = config.rollout.version_lag + 1
     return Position(
         state=update.init_state(params, tx),
@@ -242,7 +243,8 @@ def _end_warm_start(built: Stages, position: Position) -> None:
     position.weights = [built.sync(params, 0)] * (config.rollout.version_lag + 1)
     if config.loss.kl_coef is not None:
         position.reference = stages.copy_params(params)
-    position.state = update.init_state(params, stages.policy_optimizer(config))
+    tx = update.make_optimizer(*stages.policy_optimizer_args(config))
+    position.state = update.init_state(params, tx)
 
 
 def _probe(built: Stages, position: Position, out: Outputs) -> float:
@@ -334,13 +336,12 @@ def _obey(position: Position, out: Outputs) -> None:
         raise KeyboardInterrupt
 
 
-def _finish(built: Stages, position: Position, out: Outputs) -> dict[str, Any]:
+def _finish(built: Stages, position: Position, out: Outputs, show: bool) -> dict[str, Any]:
     """Plots, report and the table at the end."""
     result = summary.summarise(out.rundir, position.accuracy)
     if built.config.run.plots:
-        from trace_jax import report  # Matplotlib is slow to import
-
         result["plots"] = ", ".join(str(path) for path in report.write_plots(out.rundir.root))
         result["report"] = str(report.write_report(out.rundir.root))
-    print(summary.table(result))
+    if show:
+        print(report.summary_table(summary.labelled(result)))
     return result

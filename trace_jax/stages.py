@@ -50,11 +50,36 @@ def build(config: cfg.Config) -> Stages:
     """Builds the stages. Reads the data, compiles nothing yet."""
     tokenizer = load_tokenizer(config.data.tokenizer)
     prompts = build_prompts(config.data, tokenizer, config.seed)
-    model, quant = config.model, config.quant
-    make = functools.partial(policy.make_log_probs, model, quant)
-    log_probs = make(temperature=config.rollout.temperature, replay_routes=config.loss.replay)
-    plain_log_probs = make(temperature=1.0)
-    terms = config.loss
+    programs = _programs(
+        config.model,
+        config.quant,
+        dataclasses.replace(config.rollout, version_lag=0),
+        config.loss,
+        policy_optimizer_args(config),
+        warm_optimizer_args(config),
+        tokenizer.stop_ids,
+        tokenizer.pad_id,
+    )
+    key = jax.random.key(config.seed)
+    return Stages(config=config, tokenizer=tokenizer, prompts=prompts, key=key, **programs)
+
+
+@functools.lru_cache(maxsize=16)
+def _programs(
+    model: cfg.Model,
+    quant: cfg.Quant,
+    rollout: cfg.Rollout,
+    terms: cfg.Loss,
+    policy_args: tuple[cfg.Optim, int],
+    warm_args: tuple[cfg.Optim, int],
+    stop_ids: tuple[int, ...],
+    pad_id: int,
+) -> dict[str, Any]:
+    """The compiled functions; runs that differ only in seed, data or lag share them."""
+    log_probs = policy.make_log_probs(
+        model, quant, temperature=rollout.temperature, replay_routes=terms.replay
+    )
+    plain_log_probs = policy.make_log_probs(model, quant, temperature=1.0)
 
     def policy_loss(params: Params, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
         logprobs_BS, _ = log_probs(params, batch)
@@ -70,31 +95,28 @@ def build(config: cfg.Config) -> Stages:
     def supervised_loss(params: Params, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
         return loss.supervised_loss(plain_log_probs(params, batch)[0], batch)
 
-    return Stages(
-        config=config,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        key=jax.random.key(config.seed),
-        log_probs=jax.jit(log_probs),
-        supervised_step=update.make_train_step(supervised_loss, warm_optimizer(config)),
-        policy_step=update.make_train_step(policy_loss, policy_optimizer(config)),
-        sync=weight_sync.make_sync(model, quant),
-        generate=jax_engine.make_generate(
-            model, quant, config.rollout, stop_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id
+    return {
+        "log_probs": jax.jit(log_probs),
+        "supervised_step": update.make_train_step(
+            supervised_loss, update.make_optimizer(*warm_args)
         ),
-    )
+        "policy_step": update.make_train_step(policy_loss, update.make_optimizer(*policy_args)),
+        "sync": weight_sync.make_sync(model, quant),
+        "generate": jax_engine.make_generate(
+            model, quant, rollout, stop_ids=stop_ids, pad_id=pad_id
+        ),
+    }
 
 
-def policy_optimizer(config: cfg.Config) -> Any:
-    """The optimiser of the RL stage."""
-    return update.make_optimizer(config.optim, config.steps * config.optim.minibatches)
+def policy_optimizer_args(config: cfg.Config) -> tuple[cfg.Optim, int]:
+    """What `make_optimizer` needs for the RL stage: its section and the number of updates."""
+    return config.optim, config.steps * config.optim.minibatches
 
 
-def warm_optimizer(config: cfg.Config) -> Any:
-    """The optimiser of the warm start: the same make, its own learning rate, constant."""
+def warm_optimizer_args(config: cfg.Config) -> tuple[cfg.Optim, int]:
+    """The same for the warm start: its own learning rate, constant."""
     rate = config.warm_start.learning_rate if config.warm_start else config.optim.learning_rate
-    optim = dataclasses.replace(config.optim, learning_rate=rate, schedule="constant")
-    return update.make_optimizer(optim, 1)
+    return dataclasses.replace(config.optim, learning_rate=rate, schedule="constant"), 1
 
 
 def initial_params(stages: Stages) -> Params:

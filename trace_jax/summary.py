@@ -35,14 +35,12 @@ def summarise(run: RunDir, accuracy: dict[str, float], after_step: int = 0) -> d
     return result
 
 
-def table(result: dict[str, Any]) -> str:
-    """The summary as aligned lines."""
+def labelled(result: dict[str, Any]) -> dict[str, Any]:
+    """The summary under names for people, as `report.summary_table` prints it."""
     labels = {
+        "accuracy/warm_start_train": "sampled accuracy on training prompts, warm start",
         "accuracy/before": "held-out accuracy before GRPO",
         "accuracy/after": "held-out accuracy after GRPO",
         **_MEANS,
     }
-    rows = [(labels.get(key, key), value) for key, value in result.items()]
-    width = max(len(name) for name, _ in rows)
-    show = lambda v: f"{v:.4g}" if isinstance(v, float) else str(v)  # noqa: E731
-    return "\n".join(f"{name:<{width}}  {show(value)}" for name, value in rows)
+    return {labels.get(key, key): value for key, value in result.items()}

@@ -26,7 +26,9 @@ Experts = Callable[["MoE", Array, Array, Array], tuple[Array, Any]]
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int) -> nnx.Param:
-    return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * jnp.float32(fan_in**-0.5))
+    return nnx.Param(
+        jax.random.normal(rngs.params(), shape, jnp.float32) * jnp.float32(fan_in**-0.5)
+    )
 
 
 class Attention(nnx.Module):
@@ -45,7 +47,10 @@ class Attention(nnx.Module):
     def qkv(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array, Array]:
         """q (B,T,H,K), k and v (B,T,J,K); q and k normalised per head, then rotated."""
         m, dtype = self.model, x_BTD.dtype
-        heads = lambda w, n: (x_BTD @ w[...].astype(dtype)).reshape(*x_BTD.shape[:2], n, m.head_dim)  # noqa: E731
+
+        def heads(w: nnx.Param, n: int) -> Array:
+            return (x_BTD @ w[...].astype(dtype)).reshape(*x_BTD.shape[:2], n, m.head_dim)
+
         q = attention.rms_norm(heads(self.q, m.heads), self.q_norm[...], m.norm_eps)
         k = attention.rms_norm(heads(self.k, m.kv_heads), self.k_norm[...], m.norm_eps)
         q = attention.rope(q, position_BT, m.rope_theta)
@@ -115,13 +120,20 @@ class Transformer(nnx.Module):
         stack = nnx.vmap(lambda r: Block(model, r), in_axes=0, out_axes=0)
         self.layers = stack(rngs.split(model.layers))
         self.final_norm = nnx.Param(jnp.ones(model.width))
-        self.head = None if model.tie_embeddings else _normal(rngs, (vocab_size, model.width), model.width)
+        self.head = (
+            None if model.tie_embeddings else _normal(rngs, (vocab_size, model.width), model.width)
+        )
 
 
 def init(model: cfg.Model, vocab_size: int, key: jax.Array) -> Params:
     """Random float32 parameters as a nested dict; layer leaves have a leading layer axis."""
-    state = nnx.state(Transformer(model, vocab_size, nnx.Rngs(params=key)), nnx.Param)
-    return nnx.to_pure_dict(state)
+
+    @jax.jit  # one program: compiled piece by piece it takes ten times as long
+    def build(key: jax.Array) -> Params:
+        state = nnx.state(Transformer(model, vocab_size, nnx.Rngs(params=key)), nnx.Param)
+        return nnx.to_pure_dict(state)
+
+    return build(key)
 
 
 def make_layer_view(model: cfg.Model) -> Callable[[Params], Block]:
@@ -145,12 +157,12 @@ def make_layer_view(model: cfg.Model) -> Callable[[Params], Block]:
 
 
 def embed_tokens(params: Params, tokens_BT: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
-    """Token embeddings in the compute dtype."""
-    return params["embed"].astype(dtype)[tokens_BT]
+    """Token embeddings in the compute dtype; gradients add up in the dtype of the parameter."""
+    return params["embed"][tokens_BT].astype(dtype)
 
 
 def head_logits(params: Params, x_BTD: Float[Array, "B T D"], eps: float) -> Float[Array, "B T V"]:
-    """float32 logits: final norm, then the head (or the transposed embedding), accumulated in float32."""
+    """Logits: final norm, then the head (or transposed embedding), accumulated in float32."""
     x = attention.rms_norm(x_BTD, params["final_norm"], eps)
     weight = params["head"] if "head" in params else params["embed"]
     weight = weight.astype(x.dtype).astype(jnp.float32)

@@ -1,0 +1,99 @@
+"""Several precision modes of one experiment from the same policy, side by side.
+
+All arms of a seed start from one warm start (or from a given run) and differ only in `quant`, so what
+differs in the table comes from the rounding. Means are over the GRPO steps at full version lag.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from trace_jax import config as cfg
+from trace_jax import loop, summary
+from trace_jax.checks import require
+from trace_jax.rundir import read_run
+
+MODES: dict[str, dict[str, Any]] = {
+    "bf16": {"rollout": "bf16", "trainer": "bf16"},
+    "naive": {"rollout": "nvfp4", "trainer": "bf16"},
+    "qat": {"rollout": "nvfp4", "trainer": "qat"},
+    "trace-full": {"trainer": "trace", "guide": "codes", "guide_layers": "all"},
+    "trace-mantissa": {"trainer": "trace", "guide": "mantissa", "guide_layers": "all"},
+    "trace-compact": {"trainer": "trace", "guide": "mantissa", "guide_layers": "latter_half"},
+    "trace-last-1": {"trainer": "trace", "guide": "mantissa", "guide_layers": "last:1"},
+    "trace-hidden": {"trainer": "trace", "guide": "codes", "guide_hidden": True},
+}
+COLUMNS = (
+    "accuracy/before",
+    "accuracy/after",
+    "parity/logprob_abs_diff_nats",
+    "parity/logprob_abs_diff_p99_nats",
+    "parity/route_mismatch",
+    "guide/agreement",
+    "guide/bytes_per_token",
+)
+
+
+def arm(config: cfg.Config, mode: str, lag: int, seed: int, start: str) -> cfg.Config:
+    """The experiment of one arm: `config` in another precision, from the policy of run `start`.
+
+    Raises: ValueError for an unknown mode.
+    """
+    require(mode in MODES, "--modes", mode, f"one of {list(MODES)}")
+    return dataclasses.replace(
+        config,
+        name=f"{config.name}/{mode}",
+        seed=seed,
+        warm_start=None,
+        quant=dataclasses.replace(config.quant, **MODES[mode]),
+        rollout=dataclasses.replace(config.rollout, version_lag=lag),
+        run=dataclasses.replace(config.run, init_from=start),
+    )
+
+
+def compare(
+    config: cfg.Config,
+    workdir: str | pathlib.Path,
+    *,
+    modes: Sequence[str],
+    lags: Sequence[int],
+    seeds: Sequence[int],
+    start: str | None = None,
+) -> list[dict[str, Any]]:
+    """Runs every (seed, lag, mode), each in its own run directory under `workdir`.
+
+    Args:    start: a run whose policy all arms start from; None: one warm start per seed.
+    Returns: a row per arm: mode, lag, seed and COLUMNS (None where a mode has no such number). Also
+             in `<workdir>/comparison.json`. Arms that are finished are not run again.
+    """
+    root = pathlib.Path(workdir)
+    planned = [(seed, lag, mode) for seed in seeds for lag in lags for mode in modes]
+    for _, lag, mode in planned:  # refuse everything wrong before anything runs
+        require(config.steps > lag, "--lags", lag, f"< steps={config.steps}", "--set steps=...")
+        arm(config, mode, lag, 0, "somewhere")
+    rows = []
+    for number, (seed, lag, mode) in enumerate(planned, start=1):
+        print(f"--- {number}/{len(planned)}: {mode}, lag {lag}, seed {seed}")
+        origin = start or _warm_start(config, root, seed)
+        folder = root / f"{mode}_lag{lag}_seed{seed}"
+        loop.run(arm(config, mode, lag, seed, origin), folder, show=False)
+        rows.append(row(folder, mode, lag, seed))
+        (root / "comparison.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return rows
+
+
+def row(folder: pathlib.Path, mode: str, lag: int, seed: int) -> dict[str, Any]:
+    """One finished arm as a row of the table; the first `lag` steps are not that old yet."""
+    result = summary.summarise(read_run(folder), after_step=lag)
+    found = {name: result.get(name) for name in COLUMNS}
+    return {"mode": mode, "lag": lag, "seed": seed, **found, "run": str(folder)}
+
+
+def _warm_start(config: cfg.Config, root: pathlib.Path, seed: int) -> str:
+    """The run that holds this seed's warm start; made once."""
+    folder = root / f"warm_start_seed{seed}"
+    warm = dataclasses.replace(config, name=f"{config.name}/warm_start", seed=seed, steps=0)
+    loop.run(warm, folder, show=False)
+    return str(folder)
