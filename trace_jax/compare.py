@@ -44,7 +44,7 @@ def arm(config: cfg.Config, mode: str, lag: int, seed: int, start: str) -> cfg.C
     require(mode in MODES, "--modes", mode, f"one of {list(MODES)}")
     return dataclasses.replace(
         config,
-        name=f"{config.name}/{mode}",
+        name=f"{config.name}-{mode}",
         seed=seed,
         warm_start=None,
         quant=dataclasses.replace(config.quant, **MODES[mode]),
@@ -94,6 +94,6 @@ def row(folder: pathlib.Path, mode: str, lag: int, seed: int) -> dict[str, Any]:
 def _warm_start(config: cfg.Config, root: pathlib.Path, seed: int) -> str:
     """The run that holds this seed's warm start; made once."""
     folder = root / f"warm_start_seed{seed}"
-    warm = dataclasses.replace(config, name=f"{config.name}/warm_start", seed=seed, steps=0)
+    warm = dataclasses.replace(config, name=f"{config.name}-warm_start", seed=seed, steps=0)
     loop.run(warm, folder, show=False)
     return str(folder)

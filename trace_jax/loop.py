@@ -217,7 +217,8 @@ def _warm_start(built: Stages, position: Position, out: Outputs) -> None:
             batch = next(position.examples)
             position.state, metrics = stages.supervise(built, position.state, batch)
             position.warm_steps += 1
-            numbers = {f"warm_start/{k.split('/')[-1]}": v for k, v in metrics.items()}
+            numbers = {"warm_start/loss": metrics["loss/supervised_nats"]}
+            numbers["warm_start/grad_norm"] = metrics["update/grad_norm"]
             if position.warm_steps % warm.check_every == 0:
                 accuracy = _probe(built, position, out)
                 numbers["warm_start/train_accuracy"] = accuracy
@@ -226,7 +227,7 @@ def _warm_start(built: Stages, position: Position, out: Outputs) -> None:
             numbers["stage"] = "warm_start"
             out.metrics.write(position.warm_steps, position.wall_s, numbers)
             accuracy = position.accuracy.get("warm_start_train", 0.0)
-            bar.update(1, loss=numbers["warm_start/supervised_nats"], accuracy=accuracy)
+            bar.update(1, loss=numbers["warm_start/loss"], accuracy=accuracy)
             if warm.stop_at_accuracy is not None and accuracy >= warm.stop_at_accuracy:
                 break
             if position.warm_steps % warm.check_every == 0:
