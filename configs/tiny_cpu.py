@@ -1,9 +1,9 @@
-"""The demo shrunk until it takes seconds: for tests and notebooks, not for accuracy.
+"""The demo shrunk until compiling is all its cost: for tests and notebooks, not for accuracy.
 
     python launch/train.py --config=configs/tiny_cpu.py
 
 Two layers, a handful of warm-start steps, two GRPO steps; every stage and every FP4 site is there.
-Cost:     seconds once compiled, on 2 cores.
+Cost:     about 4 minutes on 2 busy cores, nearly all of it the first compilation.
 Expect:   accuracy near 0; the mismatch metrics are meaningful all the same.
 """
 

@@ -1,7 +1,7 @@
 """Trains one experiment: warm start, rollouts, rewards, updates, evaluation, plots.
 
     python launch/train.py                                       the demo: 10 minutes on 2 cores
-    python launch/train.py --config=configs/tiny_cpu.py          the same in seconds
+    python launch/train.py --config=configs/tiny_cpu.py          the same, tiny
     python launch/train.py --set quant.trainer=qat --workdir=runs/qat
     python launch/train.py --set steps=20 --set optim.learning_rate=1e-4
     python launch/train.py --set data.task_args=min_word_len:3,max_word_len:4
