@@ -1,7 +1,7 @@
 """Compares precision modes of one experiment: same data, same keys, same starting policy.
 
     python launch/compare.py                                  bf16, qat, trace-full, trace-compact
-    python launch/compare.py --start=runs/demo_cpu --lags=0,1,2,3 --seeds=0,1,2 --set steps=8
+    python launch/compare.py --start=runs/demo_cpu --lags=0,1,2,3 --set steps=8
     python launch/compare.py --modes=qat,trace-full,trace-mantissa,trace-last-1
 
 Modes: bf16 (no FP4 at all), naive (FP4 rollout, BF16 trainer), qat (both round on their own),
@@ -20,7 +20,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "output folder (default: runs/co
 _MODES = flags.DEFINE_list("modes", ["bf16", "qat", "trace-full", "trace-compact"], "see above")
 _LAGS = flags.DEFINE_list("lags", ["0"], "how many versions old the rollouts are")
 _SEEDS = flags.DEFINE_list("seeds", ["0"], "one run of every arm for each")
-_START = flags.DEFINE_string("start", None, "a run to start from (default: a warm start per seed)")
+_START = flags.DEFINE_string(
+    "start", None, "a run to start from, {seed} is replaced (default: a warm start per seed)"
+)
 _SET = flags.DEFINE_multi_string("set", [], "section.field=value; may be repeated")
 
 

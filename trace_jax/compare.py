@@ -64,7 +64,8 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Runs every (seed, lag, mode), each in its own run directory under `workdir`.
 
-    Args:    start: a run whose policy all arms start from; None: one warm start per seed.
+    Args:    start: a run whose policy all arms start from ("{seed}" in it is replaced by the seed);
+             None: one warm start per seed.
     Returns: a row per arm: mode, lag, seed and COLUMNS (None where a mode has no such number). Also
              in `<workdir>/comparison.json`. Arms that are finished are not run again.
     """
@@ -76,19 +77,15 @@ def compare(
     rows = []
     for number, (seed, lag, mode) in enumerate(planned, start=1):
         print(f"--- {number}/{len(planned)}: {mode}, lag {lag}, seed {seed}")
-        origin = start or _warm_start(config, root, seed)
+        origin = start.replace("{seed}", str(seed)) if start else _warm_start(config, root, seed)
         folder = root / f"{mode}_lag{lag}_seed{seed}"
-        loop.run(arm(config, mode, lag, seed, origin), folder, show=False)
-        rows.append(row(folder, mode, lag, seed))
+        finished = loop.run(arm(config, mode, lag, seed, origin), folder, show=False)
+        # the first `lag` steps are not that old yet
+        result = finished | summary.summarise(read_run(folder), {}, after_step=lag)
+        found = {name: result.get(name) for name in COLUMNS}
+        rows.append({"mode": mode, "lag": lag, "seed": seed, **found, "run": str(folder)})
         (root / "comparison.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return rows
-
-
-def row(folder: pathlib.Path, mode: str, lag: int, seed: int) -> dict[str, Any]:
-    """One finished arm as a row of the table; the first `lag` steps are not that old yet."""
-    result = summary.summarise(read_run(folder), after_step=lag)
-    found = {name: result.get(name) for name in COLUMNS}
-    return {"mode": mode, "lag": lag, "seed": seed, **found, "run": str(folder)}
 
 
 def _warm_start(config: cfg.Config, root: pathlib.Path, seed: int) -> str:
