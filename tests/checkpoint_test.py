@@ -223,6 +223,21 @@ def test_wrong_content_in_healthy_files_is_found_by_the_sums_of_the_leaves(tmp_p
     assert "does not match its SHA-256" in caplog.text
 
 
+def test_reading_only_changes_nothing_and_creates_no_folder(tmp_path, caplog):
+    save(tmp_path, 1, 2)
+    (tmp_path / "2" / "extra" / "metadata").unlink()
+    (tmp_path / "3.orbax-checkpoint-tmp").mkdir()  # another process is saving
+    before = sorted(tmp_path.rglob("*"))
+    with Checkpointer(tmp_path, None) as checkpoints:
+        assert checkpoints.restore_latest(state(0)).step == 1
+        with pytest.raises(ValueError, match=r"got keep=None"):
+            checkpoints.save(4, state(4), {})
+    with Checkpointer(tmp_path / "none", None) as checkpoints:
+        assert checkpoints.restore_latest() is None
+    assert "left there, going on from step 1" in caplog.text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_damaged_folder_can_be_saved_over_and_damaged_again(tmp_path):
     save(tmp_path, 1, 2)
     for aside in ("2.corrupt", "2.corrupt+"):

@@ -54,20 +54,23 @@ class Checkpointer:
     or overwrite its arrays. Leaves that one process cannot see whole are stored without a sum.
 
     Args:    directory: created if missing. keep: newest checkpoints kept, >= 1; with 1 there is
-             nothing to fall back to.
+             nothing to fall back to. None: only read, and change nothing on disk, so that another
+             process may be writing meanwhile.
     """
 
-    def __init__(self, directory: str | pathlib.Path, keep: int):
-        require(
-            keep >= 1, "checkpoint.keep", keep, ">= 1", "keep 2 to survive a damaged newest one."
-        )
+    def __init__(self, directory: str | pathlib.Path, keep: int | None):
+        fix = "keep 2 to survive a damaged newest one, or None to read only."
+        require(keep is None or keep >= 1, "checkpoint.keep", keep, ">= 1", fix)
+        self._writes = keep is not None
         self.directory = pathlib.Path(directory).absolute()
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=ocp.checkpoint_managers.LatestN(keep),
                 enable_async_checkpointing=False,
-                cleanup_tmp_directories=True,
+                cleanup_tmp_directories=self._writes,
+                create=self._writes,
+                read_only=not self._writes,
                 lightweight_initialize=True,  # do not trip over a damaged step when opening
             ),
             item_handlers={
@@ -95,6 +98,7 @@ class Checkpointer:
         Raises:  ValueError for a step that is not new, TypeError for a leaf that is not an array or
                  a value that JSON cannot hold.
         """
+        require(self._writes, f"checkpoint.save in {self.directory}", "keep=None", "keep >= 1")
         arrays = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, np.generic) else x, arrays)
         sealed = manifest_lib.seal(
             {
@@ -121,7 +125,7 @@ class Checkpointer:
     def restore_latest(self, like: Any | None = None) -> Restored | None:
         """Reads the newest checkpoint that verifies, or None if nothing was ever saved.
 
-        Damaged newer ones are reported and moved to `<step>.corrupt`.
+        Damaged newer ones are reported and, unless reading only, moved to `<step>.corrupt`.
 
         Args:    like: a pytree of arrays or `jax.ShapeDtypeStruct`; the result has its structure
                  and shardings (default device where a struct has none, numpy where it is numpy).
@@ -150,7 +154,7 @@ class Checkpointer:
 
     def _steps(self) -> list[int]:
         """Newest first, from disk: Orbax does not list a step whose commit marker is gone."""
-        names = (path.name for path in self.directory.iterdir())
+        names = [path.name for path in self.directory.glob("*")]
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _sealed(self, step: int) -> dict[str, Any] | None:
@@ -204,11 +208,12 @@ class Checkpointer:
         target = self.directory / f"{step}.corrupt"
         while target.exists():
             target = target.with_name(target.name + "+")
-        if jax.process_index() == 0:
+        if self._writes and jax.process_index() == 0:
             source.rename(target)
         self._manager.reload()
-        text = "Checkpoint %s is damaged (%s): moved to %s, going on from step %d."
-        logging.warning(text, source, why, target.name, used)
+        done = f"moved to {target.name}" if self._writes else "left there"
+        text = "Checkpoint %s is damaged (%s): %s, going on from step %d."
+        logging.warning(text, source, why, done, used)
 
 
 def _host_stub(leaf: Any) -> np.ndarray:

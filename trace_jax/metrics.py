@@ -1,14 +1,16 @@
 """Metrics of a run: one JSON line a step in metrics.jsonl, the same scalars in TensorBoard.
 
 A line has `step`, `wall_s`, `stage` ("warm_start" or "rl"; each counts its own steps) and scalars
-named `stage/quantity_unit`. A value that is not finite is written as null, and its key is listed
-under `nonfinite`. After a resume the lines past the checkpoint are gone: each step stands once.
+named `stage/quantity_unit` (bare names are aliases of other frameworks). A value that is not finite
+is written as null, and its key is listed under `nonfinite`. After a resume the lines past the
+checkpoint are gone: each step stands once.
 """
 
 import json
 import math
 import pathlib
 import re
+import time
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from trace_jax.checks import message, require
 from trace_jax.types import Mean
 
 STAGES = ("warm_start", "rl")  # in the order in which they run
-_KEY = re.compile(r"[a-z0-9_]+(/[A-Za-z0-9_.:@-]+)+")
+_KEY = re.compile(r"[a-z0-9_]+(/[A-Za-z0-9_.:@-]+)*")  # other frameworks use bare names
 
 # key -> (unit, what it is). `<site>` stands for any name. Other keys are allowed.
 METRICS: dict[str, tuple[str, str]] = {
@@ -78,7 +80,7 @@ class MetricsWriter:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def write(self, step: int, wall_s: float, values: dict[str, Any]) -> dict[str, Any]:
+    def write(self, step: int, wall_s: float | int, values: dict[str, Any]) -> dict[str, Any]:
         """Writes the line of one step and returns it.
 
         Args:    step: of its stage, larger than the last one. wall_s: seconds since the run began.
@@ -121,7 +123,12 @@ class MetricsWriter:
             # TensorBoard drops what an earlier start wrote from `purge_step` on.
             purge = self._resume[1] + 1 if self._resume and self._resume[0] == stage else 0
             folder = str(self._board_folder / stage)
-            self._boards[stage] = SummaryWriter(folder, purge_step=purge, flush_secs=10)
+            self._boards[stage] = SummaryWriter(
+                folder,
+                purge_step=purge,
+                flush_secs=10,
+                filename_suffix=f".{time.time_ns()}",  # two starts in one second: two files
+            )
         return self._boards[stage]
 
 

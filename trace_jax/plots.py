@@ -80,14 +80,16 @@ def comparison_plot(rows: Rows, path: str | pathlib.Path) -> pathlib.Path:
     return _save(figure, pathlib.Path(path))
 
 
-def mean_spread(values: Iterable[float]) -> tuple[float, float | None]:
+def mean_spread(values: Iterable[float | int]) -> tuple[float, float | None]:
     """Mean and sample standard deviation; None for a single value."""
     values = [float(value) for value in values]  # `statistics` is exact: equal values spread by 0
     spread = statistics.stdev(values) if len(values) > 1 else None
     return statistics.fmean(values), spread
 
 
-def _compare_mode(axis: Any, rows: Rows, key: str, index: int, places: Mapping[int, float]) -> None:
+def _compare_mode(
+    axis: Any, rows: Rows, key: str, index: int, places: Mapping[int, float | int]
+) -> None:
     """One mode in one panel; `places` is the x of each lag."""
     xs, means, spreads = [], [], []
     for lag, place in places.items():

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any
 
 LINE_EVERY_S = 5.0
 
@@ -10,7 +10,7 @@ LINE_EVERY_S = 5.0
 class Progress:
     """Counts up to `total`. A context manager, so that Ctrl-C leaves a clean terminal line."""
 
-    def __init__(self, total: int, desc: str, initial: int = 0, stream: TextIO | None = None):
+    def __init__(self, total: int, desc: str, initial: int = 0, stream: Any = None):
         self.total, self.desc, self.n = total, desc, initial
         self._initial = initial
         self._stream = stream or sys.stderr

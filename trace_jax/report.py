@@ -13,6 +13,7 @@ from trace_jax.plots import comparison_plot as comparison_plot
 from trace_jax.plots import write_plots as write_plots
 
 _SAMPLES = 8  # decoded answers in the page
+_NOT_METRICS = ("step", "wall_s", "stage", "nonfinite")
 _TEXT = 2000  # characters of one answer
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -71,7 +72,9 @@ def last_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, int]]
     out: dict[str, tuple[Any, int]] = {}
     for row in rows:
         if row.get("stage", "rl") == "rl":
-            out |= {key: (value, row["step"]) for key, value in row.items() if "/" in key}
+            out |= {
+                key: (value, row["step"]) for key, value in row.items() if key not in _NOT_METRICS
+            }
     return out
 
 
