@@ -1,18 +1,20 @@
 """E2M1, the 4-bit float: codes, rounding by comparison, brackets and packing.
 
-Code = sign << 3 | exponent << 1 | mantissa; the eight magnitudes are 0, .5, 1, 1.5, 2, 3, 4, 6. Every
-function takes the *step* of a block (block scale times global scale, float32), so that no value is
-ever divided: x is compared with midpoint * step, one float32 multiplication, the same on every
-backend. Minus zero is written as code 0: it decodes to 0 either way and carries no information.
+Code = sign << 3 | exponent << 1 | mantissa; the eight magnitudes are 0, .5, 1, 1.5, 2, 3, 4, 6.
+Every function takes the *step* of a block (block scale times global scale, float32), so that no
+value is ever divided: x is compared with midpoint * step, one float32 multiplication, the same on
+every backend. Minus zero is written as code 0: it decodes to 0 either way and tells nothing.
 """
+
+import itertools
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MAX = 6.0
-# (midpoint, inclusive): a tie goes to the even mantissa, which is the upper neighbour where inclusive
-_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_TIES_UP = (0.75, 1.75, 3.5)  # a tie goes to the even mantissa: the upper neighbour of these
 
 
 def round_nearest(x: Float[Array, "*A"], step: Float[Array, "*#A"]) -> UInt8[Array, "*A"]:
@@ -24,9 +26,9 @@ def round_nearest(x: Float[Array, "*A"], step: Float[Array, "*#A"]) -> UInt8[Arr
     """
     magnitude = jnp.abs(x)
     code = jnp.zeros(x.shape, jnp.uint8)
-    for midpoint, inclusive in _MIDPOINTS:
+    for midpoint in _MIDPOINTS:
         bound = jnp.float32(midpoint) * step
-        above = (magnitude >= bound) if inclusive else (magnitude > bound)
+        above = (magnitude >= bound) if midpoint in _TIES_UP else (magnitude > bound)
         code = code + above.astype(jnp.uint8)
     code = jnp.where(step > 0, code, jnp.uint8(0))
     return with_sign(code, x < 0)
@@ -64,13 +66,14 @@ def bracket(
     """The two codewords around clip(x / step, -6, 6), as indices -7..7 (TRACE, BRACKET).
 
     Math:    lo = max{i : v_i * step <= x}, hi = min{i : v_i * step >= x}; equal if x is a codeword.
-    Args:    x: float32. step: float32 >= 0; where it is 0, both are 0.
+    Args:    x: float32; below 2**-126 it counts as 0 on backends that flush subnormals.
+             step: float32 >= 0; where it is 0, both are 0.
     Returns: (lo, hi), int8.
     """
     magnitude = jnp.abs(x)
     floor = jnp.zeros(x.shape, jnp.int8)  # largest codeword <= |x|
     ceil = jnp.zeros(x.shape, jnp.int8)  # smallest codeword >= |x|
-    for below, value in zip(MAGNITUDES[:-1], MAGNITUDES[1:], strict=True):
+    for below, value in itertools.pairwise(MAGNITUDES):
         floor = floor + (magnitude >= jnp.float32(value) * step).astype(jnp.int8)
         ceil = ceil + (magnitude > jnp.float32(below) * step).astype(jnp.int8)
     active = step > 0

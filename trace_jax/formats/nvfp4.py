@@ -1,15 +1,17 @@
 """NVFP4: E2M1 codes in blocks of 16, one E4M3 scale a block, one float32 global scale.
 
 Specification (all arithmetic float32, in this order, so that every backend agrees bit for bit):
-    g      = max|x| * fl(1/2688)   over the axes that share a global scale ("amax"; all-zero: 1)
-           = 2^e >= that amax/2688 ("pow2"), or 1 ("one")
-    s      = the E4M3 value nearest to max|x_block| / (6 g), ties to even, at most 448
+    g      = fl(max(max|x|, 2^-100) * fl(1/2688)) over the axes that share it ("amax"),
+           = the smallest 2^e >= that ("pow2"), or 1 ("one"); all zero, NaN or Inf: of max|x| = 2688
+    s      = the E4M3 value nearest to max|x_block| / (6 g), ties to even, at most 448, by comparing
+             max|x_block| with fl(6 midpoint * g)
     step   = fl(s * g)
     code   = E2M1 nearest to x / step, by comparing |x| with fl(midpoint * step)
     value  = fl(e2m1(code) * step)
 The scale starts from an approximate quotient and is corrected by exact comparisons, so it does not
-depend on how a backend divides. Blocks holding NaN or Inf get the scale byte 0x7F (NaN) and so decode
-to NaN; no finite input ever does.
+depend on how a backend divides. Blocks holding NaN or Inf get the scale byte 0x7F (NaN) and so
+decode to NaN; no finite input ever does. The finite blocks that share a global scale with one are
+rounded as under "one". Within 7 % of the largest float32, 6 * step can overflow to Inf.
 Source: NVFP4 as in TransformerEngine's reference (2688 = 448 * 6), decode convention of ModelOpt.
 """
 
@@ -62,13 +64,15 @@ def global_scale(amax: Float[Array, "*A"], rule: str) -> Float[Array, "*A"]:
     return scale
 
 
-def block_scales(amax: Float[Array, "*A N"], global_: Float[Array, "*#A 1"]) -> UInt8[Array, "*A N"]:
+def block_scales(
+    amax: Float[Array, "*A N"], global_: Float[Array, "*#A 1"]
+) -> UInt8[Array, "*A N"]:
     """E4M3 bytes of the block scales: nearest to amax / (6 g), exactly (see the module text)."""
     finite = jnp.isfinite(amax)
     amax = jnp.where(finite, amax, jnp.float32(0))
     guess = jnp.minimum(amax * (np.float32(1 / 6) / global_), jnp.float32(_MAX_SCALE))
-    # the byte is compared and corrected below, so the barrier (not the cast) fixes the value: without
-    # it XLA:GPU may fold the cast away, and the guess must be an E4M3 code
+    # the byte is compared and corrected below, so the barrier (not the cast) fixes the value:
+    # without it XLA:GPU may fold the cast away, and the guess must be an E4M3 code
     code = jax.lax.optimization_barrier(guess.astype(jnp.float8_e4m3fn))
     code = jax.lax.bitcast_convert_type(code, jnp.uint8)
     code = jnp.minimum(code, jnp.uint8(126)).astype(jnp.int32)
@@ -108,7 +112,9 @@ def quantize_rows(
 
 
 def dequantize_rows(
-    codes: UInt8[Array, "*A K"], scale_bytes: UInt8[Array, "*A N"], global_: Float[Array, "*#A 1"] | None
+    codes: UInt8[Array, "*A K"],
+    scale_bytes: UInt8[Array, "*A N"],
+    global_: Float[Array, "*#A 1"] | None,
 ) -> Float[Array, "*A K"]:
     """float32 values fl(code * fl(s * g))."""
     return e2m1.decode(codes) * spread(block_step(scale_bytes, global_))

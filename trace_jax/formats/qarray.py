@@ -19,12 +19,13 @@ class QArray:
     """A block-quantised array. The following hold:
 
     * `codes` is uint8, 0..15, of the shape of the source; code 8 (minus zero) never occurs;
-    * `scales` is float8_e4m3fn with the source's shape but `axis` divided by the block length, finite
-      and >= 0 for finite input; a block that held NaN or Inf has a NaN scale and decodes to NaN;
+    * `scales` is float8_e4m3fn with the source's shape but `axis` divided by the block length,
+      finite and >= 0 for finite input; a block that held NaN or Inf has a NaN scale and decodes to
+      NaN;
     * `global_scale` is float32 in the decode convention, of the source's rank, 1 where shared;
     * value = e2m1(code) * fl(scale * global_scale), in float32;
-    * quantising the values again with the same global scale gives the same codes and scales wherever
-      the block's largest code is 6, which holds unless the scale is subnormal.
+    * quantising the values again with the same global scale gives the same codes and scales
+      wherever the block's largest code is 6, which holds unless the scale is subnormal.
     """
 
     codes: UInt8[Array, "*A"]
@@ -64,17 +65,22 @@ def quantize(
              global_axes: axes that share one global scale: "tensor" (all), "row" (`axis` only: one
              per token), or a list of axes, which must contain `axis`.
     Returns: a `QArray`.
-    Raises:  ValueError for an unknown format or rule, or a length that is no multiple of the block.
+    Raises:  ValueError for an unknown format, rule or axis, or a length that is no multiple of the
+             block.
     """
     require(format in FORMATS, "quantize: format", format, f"one of {list(FORMATS)}")
-    axis = axis % x.ndim
+    axis = _axis("axis", axis, x.ndim)
     if isinstance(global_axes, str):
         choices = {"tensor": tuple(range(x.ndim)), "row": (axis,)}
-        require(global_axes in choices, "quantize: global_axes", global_axes, f"one of {list(choices)}")
+        require(
+            global_axes in choices, "quantize: global_axes", global_axes, f"one of {list(choices)}"
+        )
         shared = choices[global_axes]
     else:
-        shared = tuple(a % x.ndim for a in global_axes)
-        require(axis in shared, "quantize: global_axes", global_axes, f"axes containing axis {axis}")
+        shared = tuple(_axis("global_axes", a, x.ndim) for a in global_axes)
+        require(
+            axis in shared, "quantize: global_axes", global_axes, f"axes containing axis {axis}"
+        )
     x = x.astype(jnp.float32)
     amax = jnp.max(jnp.abs(x), axis=shared, keepdims=True)
     global_ = nvfp4.global_scale(amax, global_rule)
@@ -82,10 +88,13 @@ def quantize(
     codes, scale_bytes = nvfp4.quantize_rows(rows, global_rows)
     return QArray(
         codes=jnp.moveaxis(codes, -1, axis),
-        scales=jnp.moveaxis(
-            jax.lax.bitcast_convert_type(scale_bytes, jnp.float8_e4m3fn), -1, axis
-        ),
+        scales=jnp.moveaxis(jax.lax.bitcast_convert_type(scale_bytes, jnp.float8_e4m3fn), -1, axis),
         global_scale=global_,
         format=format,
         axis=axis,
     )
+
+
+def _axis(name: str, axis: int, ndim: int) -> int:
+    require(-ndim <= axis < ndim, f"quantize: {name}", axis, f"an axis of an array of rank {ndim}")
+    return axis % ndim

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from trace_jax.guidance.record import Guidance
@@ -34,5 +35,4 @@ def scale_health(records: Sequence[Guidance]) -> dict[str, float]:
 
 def record_bytes(records: Sequence[Guidance]) -> int:
     """Bytes of the arrays of the records, as they travel."""
-    leaves = [leaf for r in records for s in r.sites.values() for leaf in (s.bits, s.scales, s.global_scale)]
-    return sum(leaf.nbytes for leaf in leaves if leaf is not None)
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(list(records)))

@@ -1,8 +1,8 @@
 """The guidance record: what a rollout returns about its FP4 rounding. Opaque outside qat/ and here.
 
 A record holds, for each site and recorded layer, one `SiteRecord` per token: packed codes (or only
-their mantissa bits), the E4M3 block scales as bytes, and the float32 global scale where the site has
-one of its own. Source: TRACE (arXiv 2610.07767), sections on guided QAT and compact guidance.
+their mantissa bits), the E4M3 block scales as bytes, and the float32 global scale where the site
+has one of its own. Source: TRACE (arXiv 2610.07767), sections on guided QAT and compact guidance.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class GuidanceSpec:
 class SiteRecord:
     """Rounding outcomes of one site; the last axis is the quantised one (length K)."""
 
-    bits: UInt8[Array, "*A packed"] | np.ndarray  # K/2 bytes (codes, low nibble first) or K/8 (bits)
+    bits: UInt8[Array, "*A packed"] | np.ndarray  # K/2 or K/8 bytes, the first value lowest
     scales: UInt8[Array, "*A N"] | np.ndarray  # E4M3 bytes, one per block of 16
     global_scale: Float[Array, "*A 1"] | np.ndarray | None  # None: the site's global scale is 1
 

@@ -1,7 +1,8 @@
-"""Which layers are quantised and guided, resolved from the configuration once, before anything runs."""
+"""Which layers are quantised and guided, resolved from the configuration before anything runs."""
 
 import dataclasses
 import itertools
+import re
 
 from trace_jax import config as cfg
 from trace_jax.checks import require
@@ -27,35 +28,38 @@ class Segment:
     plan: LayerPlan
 
 
-def parse_layers(text: str, layers: int) -> tuple[int, ...]:
+def parse_layers(text: str, layers: int, first: int = 0) -> tuple[int, ...]:
     """Layer ids of "all", "latter_half", "last:N" or "0,3,5", ascending.
 
-    Raises: ValueError if the text is none of these or names a layer that does not exist.
+    Args:   layers, first: the choice is among layers first..layers-1, and halves and counts are of
+            these; ids are absolute.
+    Raises: ValueError if the text is none of these or names a layer outside.
     """
-    where, need = "config.quant.guide_layers", 'one of "all", "latter_half", "last:N", "0,3,5"'
+    where = "config.quant.guide_layers"
     if text == "all":
-        return tuple(range(layers))
+        return tuple(range(first, layers))
     if text == "latter_half":
-        return tuple(range(layers // 2, layers))
-    try:
-        if text.startswith("last:"):
-            count = int(text.removeprefix("last:"))
-            require(0 < count <= layers, where, text, f"last:1 to last:{layers}")
-            return tuple(range(layers - count, layers))
-        ids = tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError as error:
-        require(False, where, text, need, str(error))
-        raise
-    require(all(0 <= i < layers for i in ids), where, text, f"layer ids 0..{layers - 1}")
-    return ids
+        return tuple(range((first + layers) // 2, layers))
+    found = re.fullmatch(r"(last:)?(\d+(?:,\d+)*)", text)
+    numbers = [] if found is None else [int(number) for number in found[2].split(",")]
+    last = found is not None and found[1] is not None
+    known = len(numbers) == 1 or (bool(numbers) and not last)
+    require(known, where, repr(text), 'one of "all", "latter_half", "last:N", "0,3,5"')
+    if last:
+        require(0 < numbers[0] <= layers - first, where, text, f"last:1 to last:{layers - first}")
+        return tuple(range(layers - numbers[0], layers))
+    inside = all(first <= number < layers for number in numbers)
+    require(inside, where, text, f"layer ids {first}..{layers - 1}")
+    return tuple(sorted(set(numbers)))
 
 
 def layer_plans(quant: cfg.Quant, layers: int) -> tuple[LayerPlan, ...]:
-    """The plan of each layer. Nothing is quantised in high-precision rollouts and trainers alike."""
-    kept = set(parse_layers(quant.guide_layers, layers))
+    """The plan of each layer; `guide_layers` chooses among those that are quantised."""
+    first, stop = quant.keep_first, layers - quant.keep_last
+    kept = set(parse_layers(quant.guide_layers, stop, first))
     plans = []
     for i in range(layers):
-        inside = quant.keep_first <= i < layers - quant.keep_last
+        inside = first <= i < stop
         experts, kv = quant.experts and inside, quant.kv and inside
         plans.append(LayerPlan(experts=experts, kv=kv, recorded=(experts or kv) and i in kept))
     return tuple(plans)

@@ -8,7 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, UInt8
 
 from trace_jax.formats import e2m1, nvfp4
 from trace_jax.guidance import codec
@@ -23,13 +23,13 @@ class SiteStats:
 
     agreement: Mean  # codes (or mantissa bits) equal to the rollout's
     flips: Mean  # codes that plain rounding on the rollout's scale would have rounded differently
-    scale_equal: Mean  # block scales (step values) that the trainer alone would have chosen equally
+    scale_equal: Mean  # E4M3 scale bytes that the trainer alone would have chosen equally
     nonfinite: Mean  # blocks with NaN or Inf in the trainer's input
 
 
 @jax.custom_vjp
 def straight_through(x: Float[Array, "*A"], value: Float[Array, "*A"]) -> Float[Array, "*A"]:
-    """`value` in the forward, bit for bit; the cotangent goes to `x` unchanged and none to `value`."""
+    """`value` in the forward, bit for bit; the cotangent goes to `x` unchanged, none to `value`."""
     del x
     return value
 
@@ -42,24 +42,24 @@ straight_through.defvjp(
 
 def own_rounding(
     x: Float[Array, "*A K"], rule: str
-) -> tuple[Int[Array, "*A K"], Float[Array, "*A N"]]:
-    """Plain rounding of each row: (codes, step per block), one global scale a row."""
+) -> tuple[UInt8[Array, "*A K"], UInt8[Array, "*A N"], Float[Array, "*A N"]]:
+    """Plain rounding of each row: (codes, scale bytes, steps), one global scale a row."""
     global_ = nvfp4.global_scale(jnp.max(jnp.abs(x), axis=-1, keepdims=True), rule)
     codes, scales = nvfp4.quantize_rows(x, global_)
-    return codes, nvfp4.block_step(scales, global_)
+    return codes, scales, nvfp4.block_step(scales, global_)
 
 
 def guided_codes(
     x: Float[Array, "*A K"],
-    recorded: Int[Array, "*A K"],
+    recorded: UInt8[Array, "*A K"],
     step: Float[Array, "*A N"],
     kind: str,
-) -> Int[Array, "*A K"]:
+) -> UInt8[Array, "*A K"]:
     """Rounds x to the bracket member that guidance points at (BRACKET, RECONSTRUCT).
 
     Math:    [lo, hi] = bracket of x / step; "codes": argmin over {lo, hi} of |q - q_roll|, which is
-             q_roll clipped to the bracket since the recorded value is itself a codeword; "mantissa":
-             the member with the recorded mantissa bit.
+             q_roll clipped to the bracket since the recorded value is itself a codeword;
+             "mantissa": the member with the recorded mantissa bit.
     Returns: uint8 codes.
     """
     low, high = e2m1.bracket(x, nvfp4.spread(step))
@@ -94,14 +94,13 @@ def quantize_site(
     Returns: the value in the dtype of x, and the counts if there is a record.
     """
     exact = jax.lax.stop_gradient(x).astype(jnp.float32)
-    codes, step = own_rounding(exact, rule)
+    codes, own_scales, step = own_rounding(exact, rule)
     stats = None
     if record is not None:
         recorded, recorded_step = codec.decode(record, kind)
         here = valid[..., None]
         finite = jnp.isfinite(step)
         on_record = e2m1.round_nearest(exact, nvfp4.spread(recorded_step))
-        own_step = step
         if guided:
             followed = guided_codes(exact, recorded, recorded_step, kind)
             codes = jnp.where(here, followed, codes)
@@ -112,14 +111,16 @@ def quantize_site(
         stats = SiteStats(
             agreement=_count(compared == recorded, valid),
             flips=_count(plain != recorded, valid),
-            scale_equal=_count(own_step == recorded_step, valid),
+            scale_equal=_count(own_scales == record.scales, valid),
             nonfinite=_count(~finite, valid),
         )
     value = (e2m1.decode(codes) * nvfp4.spread(step)).astype(x.dtype)
     return straight_through(x, jax.lax.stop_gradient(value)), stats
 
 
-def quantize_weight(w: Float[Array, "*A O K"], dtype: jax.typing.DTypeLike) -> Float[Array, "*A O K"]:
+def quantize_weight(
+    w: Float[Array, "*A O K"], dtype: jax.typing.DTypeLike
+) -> Float[Array, "*A O K"]:
     """Fake-quantises weights along K; one global scale per matrix (its last two axes).
 
     The source precision is the BF16 cast of the master weight, as on the rollout's side.
@@ -130,7 +131,9 @@ def quantize_weight(w: Float[Array, "*A O K"], dtype: jax.typing.DTypeLike) -> F
     return straight_through(w.astype(dtype), jax.lax.stop_gradient(value))
 
 
-def weight_codes(source: Float[Array, "*A O K"]):
+def weight_codes(
+    source: Float[Array, "*A O K"],
+) -> tuple[UInt8[Array, "*A O K"], UInt8[Array, "*A O N"], Float[Array, "*A 1 1"]]:
     """(codes, scale bytes, global scale (*A,1,1)) of weights already rounded to BF16."""
     amax = jnp.max(jnp.abs(source), axis=(-2, -1), keepdims=True)
     global_ = nvfp4.global_scale(amax, "amax")

@@ -1,0 +1,151 @@
+"""Oracles: layers counted by hand, and the paper's bytes per token."""
+
+import pytest
+
+from trace_jax import config as cfg
+from trace_jax.guidance.record import GuidanceSpec
+from trace_jax.qat import plan
+
+# Qwen3.5-35B-A3B, as far as guidance sees it; its full-attention layers are 10 of the 40.
+PAPER = {"width": 2048, "kv_heads": 2, "head_dim": 256, "heads": 16, "experts": 256}
+QWEN = cfg.Model(layers=40, experts_per_token=8, expert_ffn=512, **PAPER)
+ONE = {"act_global": "one", "kv_global": "one"}
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "want"),
+    [
+        ("all", 3, (0, 1, 2)),
+        ("latter_half", 40, tuple(range(20, 40))),
+        ("latter_half", 5, (2, 3, 4)),
+        ("latter_half", 1, (0,)),
+        ("last:1", 4, (3,)),
+        ("last:4", 4, (0, 1, 2, 3)),
+        ("last:10", 40, tuple(range(30, 40))),
+        ("0,3,5", 6, (0, 3, 5)),
+        ("5,0,3", 6, (0, 3, 5)),
+        ("2", 3, (2,)),
+    ],
+)
+def test_parse_layers_understands_each_form(text, layers, want):
+    assert plan.parse_layers(text, layers) == want
+
+
+@pytest.mark.parametrize(
+    ("text", "need"),
+    [
+        ("last:0", "last:0, need last:1 to last:4"),
+        ("last:5", "last:5, need last:1 to last:4"),
+        ("0,4", "0,4, need layer ids 0..3"),
+        ("", "'', need one of"),
+        ("half", "'half', need one of"),
+        ("last:", "'last:', need one of"),
+        ("last:1,2", "'last:1,2', need one of"),
+        ("0,,1", "'0,,1', need one of"),
+        ("-1", "'-1', need one of"),
+        ("1.5", "'1.5', need one of"),
+    ],
+)
+def test_parse_layers_refuses_what_it_cannot_name(text, need):
+    with pytest.raises(ValueError) as error:
+        plan.parse_layers(text, 4)
+    assert str(error.value).startswith(f"config.quant.guide_layers: got {need}")
+    assert "Fix" not in str(error.value)
+
+
+def test_layers_kept_in_high_precision_are_neither_quantised_nor_recorded():
+    plans = plan.layer_plans(cfg.Quant(keep_first=1, keep_last=2), 6)
+    assert [p.experts for p in plans] == [False, True, True, True, False, False]
+    assert [p.kv for p in plans] == [p.experts for p in plans] == [p.recorded for p in plans]
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("all", [2, 3, 4, 5]),
+        ("latter_half", [4, 5]),
+        ("last:1", [5]),
+        ("last:4", [2, 3, 4, 5]),
+        ("3,5", [3, 5]),
+    ],
+)
+def test_guided_layers_are_chosen_among_the_quantised_ones(text, want):
+    """Otherwise last:2 with keep_last=2 would guide nothing, and no one would notice."""
+    quant = cfg.Quant(keep_first=2, keep_last=2, guide_layers=text)
+    assert [i for i, p in enumerate(plan.layer_plans(quant, 8)) if p.recorded] == want
+    assert plan.guidance_spec(quant, 8).layers == tuple(want)
+
+
+def test_a_guided_layer_outside_the_quantised_ones_is_refused():
+    with pytest.raises(ValueError, match=r"guide_layers: got 1,3, need layer ids 2\.\.5"):
+        plan.layer_plans(cfg.Quant(keep_first=2, keep_last=2, guide_layers="1,3"), 8)
+
+
+def test_experts_and_kv_are_switched_apart():
+    (only_kv,) = plan.layer_plans(cfg.Quant(experts=False), 1)
+    (only_experts,) = plan.layer_plans(cfg.Quant(kv=False), 1)
+    assert only_kv == plan.LayerPlan(experts=False, kv=True, recorded=True)
+    assert only_experts == plan.LayerPlan(experts=True, kv=False, recorded=True)
+
+
+@pytest.mark.parametrize(
+    ("quant", "want"),
+    [
+        (cfg.Quant(), [(0, 6)]),
+        (cfg.Quant(guide_layers="latter_half"), [(0, 3), (3, 6)]),
+        (cfg.Quant(keep_first=1, keep_last=1), [(0, 1), (1, 5), (5, 6)]),
+        (cfg.Quant(guide_layers="0,2,3"), [(0, 1), (1, 2), (2, 4), (4, 6)]),
+    ],
+)
+def test_segments_are_runs_of_one_plan(quant, want):
+    plans = plan.layer_plans(quant, 6)
+    got = plan.segments(plans)
+    assert [(s.start, s.stop) for s in got] == want
+    assert [s.plan for s in got for _ in range(s.start, s.stop)] == list(plans)
+
+
+def test_a_rollout_records_the_sites_it_quantises():
+    assert plan.guidance_spec(cfg.Quant(), 2).sites == ("expert_in", "k", "v")
+    assert plan.guidance_spec(cfg.Quant(kv=False), 2).sites == ("expert_in",)
+    assert plan.guidance_spec(cfg.Quant(experts=False), 2).sites == ("k", "v")
+    hidden = cfg.Quant(guide_hidden=True, guide="mantissa", guide_layers="1")
+    want = GuidanceSpec(
+        kind="mantissa", layers=(1,), sites=("expert_in", "expert_hidden", "k", "v")
+    )
+    assert plan.guidance_spec(hidden, 2) == want
+
+
+@pytest.mark.parametrize(("rollout", "trainer"), [("bf16", "bf16"), ("nvfp4", "bf16")])
+def test_nothing_is_recorded_if_a_side_runs_in_high_precision(rollout, trainer):
+    quant = cfg.Quant(rollout=rollout, trainer=trainer)
+    assert plan.guidance_spec(quant, 4) is None
+    assert plan.bytes_per_token(None, QWEN, quant) == 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "sites", "full", "compact"),
+    [
+        (40, {"kv": False}, 46_080, 7_680),  # the expert input, in all MoE layers
+        (10, {"experts": False}, 5_760, 960),  # K and V, in the full-attention layers
+    ],
+)
+def test_bytes_per_token_are_the_papers(layers, sites, full, compact):
+    for want, guide, where in ((full, "codes", "all"), (compact, "mantissa", "latter_half")):
+        quant = cfg.Quant(guide=guide, guide_layers=where, **ONE, **sites)
+        assert plan.bytes_per_token(plan.guidance_spec(quant, layers), QWEN, quant) == want
+
+
+def test_the_two_sites_add_up_to_the_papers_50_and_8_kib():
+    assert (46_080 + 5_760) / 1024 == 50.625
+    assert (7_680 + 960) / 1024 == 8.4375
+
+
+def test_bytes_per_token_of_a_model_are_the_sum_over_layers_and_sites():
+    """One layer in codes: D/2 + D/16; K and V: J heads of K/2 + K/16; hidden: X rows of F."""
+    quant = cfg.Quant(guide_hidden=True, **ONE)
+    spec = plan.guidance_spec(quant, 3)
+    expert_in, kv, hidden = 1024 + 128, 2 * 2 * (128 + 16), 8 * (256 + 32)
+    assert plan.bytes_per_token(spec, QWEN, quant) == 3 * (expert_in + kv + hidden)
+    own = cfg.Quant(guide_hidden=True, act_global="amax", kv_global="pow2")
+    globals_ = 4 * (1 + 8 + 2 + 2)  # float32: a token, 8 expert rows, 2 heads each of K and V
+    assert plan.bytes_per_token(spec, QWEN, own) == 3 * (expert_in + kv + hidden + globals_)
