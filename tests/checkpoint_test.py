@@ -223,6 +223,16 @@ def test_wrong_content_in_healthy_files_is_found_by_the_sums_of_the_leaves(tmp_p
     assert "does not match its SHA-256" in caplog.text
 
 
+def test_the_sum_of_a_leaf_covers_every_byte_its_dtype_and_its_shape():
+    base = np.zeros((2, 6), np.float32)
+    last = base.copy()
+    last[-1, -1] = -0.0
+    trees = ({"w": w} for w in (base, last, base.view(np.int32), base.reshape(3, 4)))
+    described = [manifest.describe(tree)["w"] for tree in trees]
+    assert all(described[0] != other for other in described[1:])
+    assert described[0]["sha256"] != described[1]["sha256"]
+
+
 def test_reading_only_changes_nothing_and_creates_no_folder(tmp_path, caplog):
     save(tmp_path, 1, 2)
     (tmp_path / "2" / "extra" / "metadata").unlink()

@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from trace_jax.checks import require
@@ -31,7 +32,7 @@ def describe(tree: Any) -> Manifest:
         require(
             isinstance(leaf, np.ndarray | jax.Array)
             and getattr(dtype, "kind", None) != "O"
-            and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended),
+            and not jnp.issubdtype(dtype, jax.dtypes.extended),
             f"checkpoint arrays {path}",
             dtype or type(leaf).__name__,
             "a jax or numpy array",

@@ -104,7 +104,7 @@ class MetricsWriter:
         self._file.flush()
         self._last = place
         if self._board_folder is not None:
-            board = self._board(stage)
+            board = self._board(self._board_folder, stage)
             for key in scalars.keys() - set(nonfinite):
                 board.add_scalar(key, scalars[key], int(step))
         return row
@@ -116,15 +116,14 @@ class MetricsWriter:
             board.close()
         self._boards = {}
 
-    def _board(self, stage: str) -> Any:
+    def _board(self, folder: pathlib.Path, stage: str) -> Any:
         if stage not in self._boards:
             from tensorboardX import SummaryWriter  # slow to import, and not everybody wants it
 
             # TensorBoard drops what an earlier start wrote from `purge_step` on.
             purge = self._resume[1] + 1 if self._resume and self._resume[0] == stage else 0
-            folder = str(self._board_folder / stage)
             self._boards[stage] = SummaryWriter(
-                folder,
+                str(folder / stage),
                 purge_step=purge,
                 flush_secs=10,
                 filename_suffix=f".{time.time_ns()}",  # two starts in one second: two files
