@@ -162,11 +162,6 @@ REFUSED = {
         "config.optim.minibatches: got 3",
         "(256)",
     ),
-    "warm-up longer than the run": (
-        {"optim": {"warmup_steps": 61}},
-        "config.optim.warmup_steps: got 61",
-        "<= config.steps (60)",
-    ),
     "two ways to start": (
         {"run": {"init_from": "runs/a"}},
         "config.run.init_from: got runs/a together with a warm start",
@@ -209,7 +204,7 @@ ACCEPTED = {
     "bounds that may be met": {
         "rollout": {"version_lag": 0, "group_size": 2},
         "loss": {"kl_coef": 0.0, "importance_cap": 1.0},
-        "optim": {"learning_rate": 0.0, "warmup_steps": 60, "micro_batch": 1},
+        "optim": {"learning_rate": 0.0, "warmup_steps": 61, "micro_batch": 1},
         "warm_start": {"stop_at_accuracy": 1.0},
     },
 }

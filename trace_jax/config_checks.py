@@ -276,12 +276,6 @@ def config(section: Any) -> None:
         "one way to start",
         "warm_start=none, or run.init_from=none",
     )
-    require(
-        section.optim.warmup_steps <= section.steps,
-        "config.optim.warmup_steps",
-        section.optim.warmup_steps,
-        f"<= config.steps ({section.steps})",
-    )
     _check_sampling(section.rollout)
     _check_batch(section.data, section.rollout, section.optim)
     if section.quant.quantised:
