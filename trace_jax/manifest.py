@@ -28,7 +28,7 @@ def describe(tree: Any) -> Manifest:
     """One entry a leaf, with the sum of its bytes (None where this process cannot see it whole)."""
     out: Manifest = {}
     for path, leaf in leaves(tree).items():
-        dtype = getattr(leaf, "dtype", None)
+        dtype: Any = getattr(leaf, "dtype", None)
         require(
             isinstance(leaf, np.ndarray | jax.Array)
             and getattr(dtype, "kind", None) != "O"
