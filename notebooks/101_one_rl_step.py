@@ -52,7 +52,8 @@ built = stages.build(config)
 params = stages.initial_params(built)
 params = params | {"embed": params["embed"] * 8}  # sharper answers than a fresh model's
 weights = built.sync(params, 0)
-print("sampler holds", weights.bytes, "bytes;", "codes are", weights.params["segments"][0]["moe"]["down"]["codes"].dtype)
+packed = weights.params["segments"][0]["moe"]["down"]["codes"]
+print("the sampler holds", weights.bytes, "bytes; packed codes are", packed.dtype, packed.shape)
 
 # %%
 prompts = built.prompts.train[: config.data.prompts_per_step]
@@ -100,9 +101,10 @@ print("tokens", batch.tokens_BT.shape, "trained", int(batch.loss_mask_BS.sum()))
 # %%
 def gap(trainer: str) -> dict[str, float]:
     quant = dataclasses.replace(config.quant, trainer=trainer)
-    log_probs, counts = jax.jit(policy.make_log_probs(config.model, quant, temperature=1.0))(params, batch)
+    log_probs = jax.jit(policy.make_log_probs(config.model, quant, temperature=1.0))
+    found, counts = log_probs(params, batch)
     numbers = parity.parity_metrics(
-        np.asarray(log_probs), batch.sampler_logprobs_BS, batch.loss_mask_BS
+        np.asarray(found), batch.sampler_logprobs_BS, batch.loss_mask_BS
     )
     return numbers | stages.summarise_sites(counts)
 
@@ -110,7 +112,7 @@ def gap(trainer: str) -> dict[str, float]:
 for trainer in ("bf16", "qat", "trace"):
     found = gap(trainer)
     mean, agreement = found["parity/logprob_abs_diff_nats"], found.get("guide/agreement")
-    print(f"{trainer:6} mean |log-prob gap| {mean:.6f} nats   codes equal to the rollout's: {agreement}")
+    print(f"{trainer:6} mean log-prob gap {mean:.6f} nats, codes as in the rollout: {agreement}")
 
 # %% [markdown]
 # ## 6. One update

@@ -129,7 +129,7 @@ def test_a_run_whose_every_reward_fails_says_so_and_keeps_its_state(tmp_path, mo
 
 
 def test_bad_data_is_refused_before_a_run_directory_exists(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl"):
         loop.run(small(tmp_path, path=str(tmp_path / "nothing.jsonl")), tmp_path / "run")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1"}\n')
     with pytest.raises(ValueError, match=r"bad\.jsonl.*1.*answer"):

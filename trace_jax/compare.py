@@ -1,7 +1,7 @@
 """Several precision modes of one experiment from the same policy, side by side.
 
-All arms of a seed start from one warm start (or from a given run) and differ only in `quant`, so what
-differs in the table comes from the rounding. Means are over the GRPO steps at full version lag.
+All arms of a seed start from one warm start (or from a given run) and differ only in `quant`, so
+what differs in the table comes from the rounding. Means are over the steps at the full version lag.
 """
 
 import dataclasses

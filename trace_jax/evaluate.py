@@ -64,7 +64,7 @@ def evaluate(
     for start in range(0, len(prompts), prompts_per_call):
         chunk = prompts[start : start + prompts_per_call]
         trajectories = generate(weights, chunk, samples, key)
-        answers = [tokenizer.response_text(t.response_T) for t in trajectories]
+        answers = [tokenizer.response_text(t.response_T.tolist()) for t in trajectories]
         scored += pool.score_all(trajectories, answers)
         texts += answers
     rewards = [item.reward for item in scored if item.reward is not None]

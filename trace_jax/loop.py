@@ -1,11 +1,12 @@
-"""The run: warm start, then rollout -> reward -> batch -> log-probs -> update -> sync, step by step.
+"""The run: a warm start, then steps of GRPO.
 
-    sample in FP4, record      stages.roll_out        trainer log-probs, guided   stages.add_log_probs
-    score, group, pad                                 update                      stages.train
-                                                      pack FP4 weights            stages.sync
+    stages.roll_out        sample in FP4 and record, score, group, pad
+    stages.add_log_probs   the trainer's log-probs before the update, guided by the record
+    stages.train           the updates of this rollout
+    stages.sync            pack the new weights in FP4
 
-The run can be stopped at any moment and goes on bit for bit with the same command: everything random
-comes from (seed, purpose, step), and a checkpoint holds the rest.
+The run can be stopped at any moment and goes on bit for bit with the same command: everything
+random comes from (seed, purpose, step), and a checkpoint holds the rest.
 """
 
 import dataclasses
@@ -143,7 +144,7 @@ def load_params(run: str, like: Params) -> Params:
         "give the --workdir of a finished run",
         error=FileNotFoundError,
     )
-    with Checkpointer(folder, keep=1_000_000) as checkpoints:
+    with Checkpointer(folder, keep=None) as checkpoints:
         restored = checkpoints.restore_latest()
     need = "a checkpoint"
     require(restored is not None, f"{folder}", "nothing saved", need, "let that run save one")
@@ -201,13 +202,14 @@ def _restore(position: Position, checkpoints: Checkpointer) -> bool:
     position.reference = arrays.get("reference")
     for name in ("warm_steps", "warm_done", "rl_steps", "accuracy", "wall_s"):
         setattr(position, name, extra[name])
-    print(f"continuing {checkpoints.directory.parent} from {'%s step %d' % position.resume}")
+    place = "{} step {}".format(*position.resume)
+    print(f"continuing {checkpoints.directory.parent} from {place}")
     return True
 
 
 def _warm_start(built: Stages, position: Position, out: Outputs) -> None:
     """Supervised updates until the sampled accuracy on training prompts is high enough."""
-    config, warm = built.config, built.config.warm_start
+    warm = built.config.warm_start
     if position.warm_done or warm is None:
         return
     assert position.examples is not None
@@ -306,7 +308,7 @@ def _reinforce(built: Stages, position: Position, out: Outputs) -> None:
 
 def _step(built: Stages, position: Position, pool: RewardPool) -> dict[str, float]:
     """One GRPO step; returns its metrics."""
-    config, step = built.config, position.rl_steps
+    step = position.rl_steps
     prompts = next(position.prompts)
     collected = stages.roll_out(built, position.weights[0], prompts, pool, step, step)
     clock = time.perf_counter()
@@ -333,7 +335,8 @@ def _obey(position: Position, out: Outputs) -> None:
     """Saves and stops if a signal asked for it."""
     if out.stop:
         _save(position, out)
-        print(f"stopped and saved at {'%s step %d' % position.resume}; the same command continues the run")
+        print("stopped and saved at {} step {}".format(*position.resume), end="; ")
+        print("the same command continues the run")
         raise KeyboardInterrupt
 
 

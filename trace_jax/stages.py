@@ -146,7 +146,7 @@ def roll_out(
     key = stages.purpose_key("rollout", step)
     trajectories = stages.generate(weights, prompts, config.rollout.group_size, key)
     sampled_s = time.perf_counter() - start
-    texts = [stages.tokenizer.response_text(t.response_T) for t in trajectories]
+    texts = [stages.tokenizer.response_text(t.response_T.tolist()) for t in trajectories]
     scored = pool.score_all(trajectories, texts)
     collected = batching.collect(scored)
     require(

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from trace_jax.guidance.record import Guidance
+from trace_jax.guidance.record import Guidance, HostArray
 
 Params = dict[str, Any]  # a nested dict of arrays, as Flax NNX splits it
 
@@ -69,17 +69,17 @@ class Scored:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A training batch: arrays only, right-padded. S = T-1; entry s is about predicting token s+1."""
+    """A training batch: arrays only, right-padded. Entry s of S = T-1 is about token s+1."""
 
-    tokens_BT: Int[Array, "B T"] | np.ndarray
-    valid_BT: Bool[Array, "B T"] | np.ndarray  # False on padding
-    loss_mask_BS: Bool[Array, "B S"] | np.ndarray  # True where token s+1 was sampled
-    sampler_logprobs_BS: Float[Array, "B S"] | np.ndarray  # nats, mu; 0 where loss_mask is False
-    advantages_B: Float[Array, " B"] | np.ndarray
-    routes_LBSX: Int[Array, "L B S X"] | np.ndarray | None  # None: supervised, no replay
+    tokens_BT: Int[Array, "B T"] | HostArray
+    valid_BT: Bool[Array, "B T"] | HostArray  # False on padding
+    loss_mask_BS: Bool[Array, "B S"] | HostArray  # True where token s+1 was sampled
+    sampler_logprobs_BS: Float[Array, "B S"] | HostArray  # nats, mu; 0 where loss_mask is False
+    advantages_B: Float[Array, " B"] | HostArray
+    routes_LBSX: Int[Array, "L B S X"] | HostArray | None  # None: supervised, no replay
     guidance: Guidance | None  # leaves (layers, B, S, ...); None: nothing was recorded
-    old_logprobs_BS: Float[Array, "B S"] | np.ndarray | None = None  # nats, pi_old
-    reference_logprobs_BS: Float[Array, "B S"] | np.ndarray | None = None  # nats, for the KL term
+    old_logprobs_BS: Float[Array, "B S"] | HostArray | None = None  # nats, pi_old
+    reference_logprobs_BS: Float[Array, "B S"] | HostArray | None = None  # nats, for the KL term
 
 
 @jax.tree_util.register_dataclass

@@ -6,10 +6,17 @@ has one of its own. Source: TRACE (arXiv 2610.07767), sections on guided QAT and
 """
 
 import dataclasses
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, UInt8
+
+# An array on the host, of any shape. Type checkers need not know that numpy goes where jax does.
+if TYPE_CHECKING:
+    HostArray: TypeAlias = Any
+else:
+    HostArray = np.ndarray
 
 SITES = ("expert_in", "expert_hidden", "k", "v")
 KINDS = ("codes", "mantissa")
@@ -30,9 +37,9 @@ class GuidanceSpec:
 class SiteRecord:
     """Rounding outcomes of one site; the last axis is the quantised one (length K)."""
 
-    bits: UInt8[Array, "*A packed"] | np.ndarray  # K/2 or K/8 bytes, the first value lowest
-    scales: UInt8[Array, "*A N"] | np.ndarray  # E4M3 bytes, one per block of 16
-    global_scale: Float[Array, "*A 1"] | np.ndarray | None  # None: the site's global scale is 1
+    bits: UInt8[Array, "*A packed"] | HostArray  # K/2 or K/8 bytes, the first value lowest
+    scales: UInt8[Array, "*A N"] | HostArray  # E4M3 bytes, one per block of 16
+    global_scale: Float[Array, "*A 1"] | HostArray | None  # None: the site's global scale is 1
 
 
 @jax.tree_util.register_dataclass
