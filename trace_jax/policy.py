@@ -1,12 +1,12 @@
-"""The trainer's policy: parameters and a batch to log-probabilities. The only place QAT meets the model.
+"""The trainer's policy: parameters and a batch to log-probs. The only place QAT meets the model.
 
     layer l:  K, V       -> quantised after RoPE, guided where the rollout recorded this layer
               expert in  -> quantised once per token, guided likewise
               expert w   -> quantised from the BF16 cast of the master weight, as in the sampler
               hidden     -> quantised per row (the input of the second expert matmul)
 
-Log-probabilities are those of softmax(logits / temperature) over the full vocabulary in float32: the
-same definition as the sampler's.
+Log-probabilities are those of softmax(logits / temperature) over the full vocabulary in float32:
+the same definition as the sampler's.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax import config as cfg
 from trace_jax.checks import require
-from trace_jax.guidance.record import Guidance, GuidanceSpec, SiteRecord
+from trace_jax.guidance.record import SiteRecord
 from trace_jax.models import attention, moe, transformer
 from trace_jax.models.grouped_matmul import Dispatch, gather_rows, grouped_matmul
 from trace_jax.qat import plan as qat_plan
@@ -38,29 +38,31 @@ def make_log_probs(
     The static choices (which layers, which format, guided or not) are taken here; the function is
     pure. Counts are undivided means: route mismatch, and per site the guide agreement and so on.
     """
+    require(
+        replay_routes or not (quant.guide_hidden and quant.trainer == "trace"),
+        "policy: guide_hidden",
+        "no routing replay",
+        "replayed routes: the record is of the rollout's experts",
+        "loss.replay=true, or quant.guide_hidden=false",
+    )
     segments = trainer_segments(model, quant)
     view = transformer.make_layer_view(model)
     dtype = jnp.dtype(model.compute_dtype)
 
     def log_probs(params: Params, batch: Batch) -> tuple[Array, dict[str, Mean]]:
-        require(
-            batch.guidance is not None or batch.routes_LBSX is None or quant.trainer != "trace",
-            "policy: guidance of a rollout batch",
-            None,
-            'a record, since quant.trainer is "trace"',
-            "let the rollout record guidance; plain rounding would be silent misguidance",
-        )
+        _check_records(batch, model, quant)
         tokens_BS, valid_BS = batch.tokens_BT[:, :-1], batch.valid_BT[:, 1:]
         position_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
         x_BSD = transformer.embed_tokens(params, tokens_BS, dtype)
         counts: dict[str, Mean] = {}
         for segment in segments:
-            layer = _Layer(model, quant, segment.plan, batch.guidance, valid_BS, position_BS)
+            layer = _Layer(model, quant, segment.plan, valid_BS, position_BS)
             xs = _segment_inputs(segment, params, batch)
             body = layer.body(view, replay_routes)
             x_BSD, stacked = jax.lax.scan(body, x_BSD, xs)
-            summed = jax.tree.map(lambda a: jnp.sum(a, axis=0), stacked)
-            counts = _merge(counts, summed)
+            for name, (total_L, count_L) in stacked.items():
+                of_segment = Mean(total=jnp.sum(total_L), count=jnp.sum(count_L))
+                counts[name] = counts[name] + of_segment if name in counts else of_segment
         logits = transformer.head_logits(params, x_BSD, model.norm_eps)
         return token_logprobs(logits, batch.tokens_BT[:, 1:], temperature), counts
 
@@ -85,14 +87,37 @@ def trainer_segments(model: cfg.Model, quant: cfg.Quant) -> tuple[qat_plan.Segme
     return qat_plan.segments(plans)
 
 
-def _segment_inputs(segment: qat_plan.Segment, params: Params, batch: Batch) -> tuple[Any, Any, Any]:
+def _check_records(batch: Batch, model: cfg.Model, quant: cfg.Quant) -> None:
+    """Routes are of this model's layers, and guidance is what a rollout under `quant` records."""
+    routes, guidance = batch.routes_LBSX, batch.guidance
+    layers = model.layers if routes is None else len(routes)
+    require(layers == model.layers, "policy: layers of the routes", layers, model.layers)
+    require(
+        guidance is not None or routes is None or quant.trainer != "trace",
+        "policy: guidance of a rollout batch",
+        None,
+        'a record, since quant.trainer is "trace"',
+        "let the rollout record guidance; plain rounding would be silent misguidance",
+    )
+    expected = qat_plan.guidance_spec(quant, model.layers)
+    require(
+        guidance is None or quant.trainer == "bf16" or guidance.spec == expected,
+        "policy: guidance of a rollout batch",
+        None if guidance is None else guidance.spec,
+        expected,
+        "roll out and train under the same quant section",
+    )
+
+
+def _segment_inputs(
+    segment: qat_plan.Segment, params: Params, batch: Batch
+) -> tuple[Any, Any, Any]:
     rows = slice(segment.start, segment.stop)
     layers = jax.tree.map(lambda a: a[rows], params["layers"])
     routes = None if batch.routes_LBSX is None else batch.routes_LBSX[rows]
     records = None
     if segment.plan.recorded and batch.guidance is not None:
-        spec: GuidanceSpec = batch.guidance.spec
-        first = spec.layers.index(segment.start)
+        first = batch.guidance.spec.layers.index(segment.start)
         kept = slice(first, first + segment.stop - segment.start)
         records = jax.tree.map(lambda a: a[kept], batch.guidance.sites)
     return layers, routes, records
@@ -105,14 +130,13 @@ class _Layer:
     model: cfg.Model
     quant: cfg.Quant
     plan: qat_plan.LayerPlan
-    guidance: Guidance | None
     valid_BS: Bool[Array, "B S"]
     position_BS: Int[Array, "B S"]
 
     def body(self, view, replay_routes: bool):
         def scan_body(x_BSD, xs):
             layer, routes_BSX, records = xs
-            counts: dict[str, Any] = {}
+            counts: dict[str, Mean] = {}
             used = routes_BSX if replay_routes else None
             x_BSD, (logits, _, _, _) = view(layer)(
                 x_BSD,
@@ -124,7 +148,8 @@ class _Layer:
             if routes_BSX is not None:
                 mismatch = replay.route_mismatch(logits, routes_BSX, self.valid_BS)
                 counts["parity/route_mismatch"] = mismatch
-            return x_BSD, counts
+            # scan stacks what it hands back over layers, and a `Mean` holds scalars
+            return x_BSD, {name: (mean.total, mean.count) for name, mean in counts.items()}
 
         return scan_body
 
@@ -156,12 +181,15 @@ class _Layer:
         return moe.expert_mlp(routes, gates, self.model.experts, gate_up, down)
 
     def hidden_site(self, h_NbF, dispatch: Dispatch, records, counts):
-        """The hidden rows sit in the blocked layout; so the record (B, S, X, ...) goes there too."""
+        """The hidden rows sit in the blocked layout, so the record (B, S, X, ...) goes there."""
         rows, valid = records, jnp.zeros(h_NbF.shape[:2], bool)
         if records is not None and "expert_hidden" in records:
             pairs = dispatch.slot_MX.size
             valid = dispatch.pair_R.reshape(h_NbF.shape[:2]) < pairs
-            to_rows = lambda a: gather_rows(a.reshape(pairs, a.shape[-1]), dispatch, per_pair=True)  # noqa: E731
+
+            def to_rows(a: Array) -> Array:
+                return gather_rows(a.reshape(pairs, a.shape[-1]), dispatch, per_pair=True)
+
             rows = {"expert_hidden": jax.tree.map(to_rows, records["expert_hidden"])}
         return self.site("expert_hidden", h_NbF, rows, counts, self.quant.act_global, valid)
 
@@ -176,7 +204,7 @@ class _Layer:
             record,
             valid,
             rule=rule,
-            kind="codes" if self.guidance is None else self.guidance.spec.kind,
+            kind=self.quant.guide,
             guided=self.quant.trainer == "trace",
         )
         if stats is not None:
@@ -185,7 +213,3 @@ class _Layer:
             counts[f"guide/scale_equal/{name}"] = stats.scale_equal
             counts[f"quant/nonfinite_blocks/{name}"] = stats.nonfinite
         return y
-
-
-def _merge(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:
-    return {k: a[k] + b[k] if k in a and k in b else a.get(k, b.get(k)) for k in {**a, **b}}

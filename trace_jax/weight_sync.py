@@ -1,7 +1,8 @@
-"""From the trainer's master weights to what the sampler holds: packed FP4 experts, and a version."""
+"""From the trainer's master weights to what the sampler holds: packed FP4 experts, a version."""
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from trace_jax.qat import plan as qat_plan
 from trace_jax.qat import sites
 from trace_jax.types import Params
 
-_FLOAT32_LEAVES = ("router", "attention_norm", "moe_norm", "q_norm", "k_norm")
+# small, and used in float32 arithmetic on both sides
+_FLOAT32_LEAVES = ("router", "attention_norm", "moe_norm", "q_norm", "k_norm", "final_norm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,12 +47,16 @@ def make_sync(model: cfg.Model, quant: cfg.Quant) -> Callable[[Params, int], Sam
 
     @jax.jit
     def pack(params: Params) -> dict[str, Any]:
-        layers = []
+        out = jax.tree_util.tree_map_with_path(partial(_cast, dtype), params)
+        layers, experts, stacks = out.pop("layers"), params["layers"]["moe"], []
         for segment in segments:
-            stack = jax.tree.map(lambda a, s=segment: a[s.start : s.stop], params["layers"])
-            layers.append(_pack_layers(stack, segment.plan.experts, dtype))
-        rest = {k: jnp.copy(v) for k, v in params.items() if k != "layers"}
-        return {**rest, "segments": tuple(layers)}
+            rows = slice(segment.start, segment.stop)
+            stack = jax.tree.map(lambda a, rows=rows: a[rows], layers)
+            if segment.plan.experts:
+                for name in ("gate_up", "down"):
+                    stack["moe"][name] = pack_weight(experts[name][rows])
+            stacks.append(stack)
+        return {**out, "segments": tuple(stacks)}
 
     def sync(params: Params, version: int) -> SamplerWeights:
         packed = pack(params)
@@ -60,17 +66,10 @@ def make_sync(model: cfg.Model, quant: cfg.Quant) -> Callable[[Params, int], Sam
     return sync
 
 
-def _pack_layers(stack: Params, quantised: bool, dtype: Any) -> Params:
-    def cast(path: Any, leaf: jax.Array) -> jax.Array:
-        # a copy even where the dtype stays: the trainer donates its buffers
-        name = path[-1].key
-        return jnp.copy(leaf) if name in _FLOAT32_LEAVES else jnp.copy(leaf).astype(dtype)
-
-    out = jax.tree_util.tree_map_with_path(cast, stack)
-    if quantised:
-        for name in ("gate_up", "down"):
-            out["moe"][name] = pack_weight(stack["moe"][name])
-    return out
+def _cast(dtype: Any, path: Any, leaf: jax.Array) -> jax.Array:
+    # a copy even where the dtype stays: the trainer donates its buffers
+    copied = jnp.copy(leaf)
+    return copied if path[-1].key in _FLOAT32_LEAVES else copied.astype(dtype)
 
 
 def pack_weight(w: jax.Array) -> dict[str, jax.Array]:

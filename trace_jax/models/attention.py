@@ -5,7 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
-def rms_norm(x: Float[Array, "*A D"], weight_D: Float[Array, " D"], eps: float) -> Float[Array, "*A D"]:
+def rms_norm(
+    x: Float[Array, "*A D"], weight_D: Float[Array, " D"], eps: float
+) -> Float[Array, "*A D"]:
     """x / rms(x) * weight in float32, returned in the dtype of x."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(eps))

@@ -35,13 +35,17 @@ def make_dispatch(routes_MX: Int[Array, "M X"], experts: int) -> Dispatch:
     size_E = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
     blocks_E = -(-size_E[:experts] // block)
     end_E = jnp.cumsum(blocks_E)
-    first_row = jnp.concatenate([(end_E - blocks_E) * block, jnp.full(1, blocks * block, jnp.int32)])
+    first_row = jnp.concatenate(
+        [(end_E - blocks_E) * block, jnp.full(1, blocks * block, jnp.int32)]
+    )
     order = jnp.argsort(flat, stable=True)
     sorted_expert = flat[order]
     rank = jnp.arange(pairs, dtype=jnp.int32) - (jnp.cumsum(size_E) - size_E)[sorted_expert]
     row = jnp.where(sorted_expert < experts, first_row[sorted_expert] + rank, blocks * block)
     slot = jnp.zeros(pairs, jnp.int32).at[order].set(row)
-    pair_R = jnp.full(blocks * block, pairs, jnp.int32).at[row].set(order.astype(jnp.int32), mode="drop")
+    pair_R = (
+        jnp.full(blocks * block, pairs, jnp.int32).at[row].set(order.astype(jnp.int32), mode="drop")
+    )
     expert_N = jnp.searchsorted(end_E, jnp.arange(blocks, dtype=jnp.int32), side="right")
     return Dispatch(
         slot_MX=slot.reshape(routes_MX.shape),
@@ -53,7 +57,7 @@ def make_dispatch(routes_MX: Int[Array, "M X"], experts: int) -> Dispatch:
 
 
 def gather_rows(x_MK: Array, dispatch: Dispatch, per_pair: bool = False) -> Array:
-    """Rows of tokens (M, K), or of pairs (M*X, K), in the blocked layout (N, block, K); empty rows 0."""
+    """Rows of tokens (M, K) or pairs (M*X, K) in the blocked layout (N, block, K); empty rows 0."""
     choices = dispatch.slot_MX.shape[1]
     index = dispatch.pair_R if per_pair else dispatch.pair_R // choices
     rows = x_MK.at[index].get(mode="fill", fill_value=0)
@@ -86,7 +90,9 @@ def _on_cpu_in_float32(loop: Callable[..., Any], *operands: Array) -> Any:
     """
 
     def widened(*operands: Array) -> Any:
-        wide = (a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in operands)
+        wide = (
+            a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in operands
+        )
         return loop(*wide)
 
     def narrow(result: Any) -> Any:

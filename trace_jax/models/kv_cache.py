@@ -1,7 +1,7 @@
 """The KV cache of the sampler: NVFP4 codes and scales (as written after RoPE), or high precision.
 
-A cache is a dict {"k": ..., "v": ...} of leaves (L, B, C, J, ...), C slots a sequence; a quantised one
-holds `SiteRecord`s, so that the cache itself is the guidance record of K and V.
+A cache is a dict {"k": ..., "v": ...} of leaves (L, B, C, J, ...), C slots a sequence; a quantised
+one holds `SiteRecord`s, so that the cache itself is the guidance record of K and V.
 """
 
 from typing import Any
@@ -31,6 +31,18 @@ def decode(stored: Any, dtype: Any) -> Float[Array, "*A K"]:
         return stored.astype(dtype)
     codes, step = codec.decode(stored, "codes")
     return (e2m1.decode(codes) * nvfp4.spread(step)).astype(dtype)
+
+
+def record(cache: Any, kind: str) -> Any:
+    """A quantised cache as guidance: the codes as they are, or only one mantissa bit of each."""
+    if kind == "codes":
+        return cache
+
+    def mantissa(site: SiteRecord) -> SiteRecord:
+        bits = e2m1.pack_bits(e2m1.unpack(site.bits) & 1)
+        return SiteRecord(bits=bits, scales=site.scales, global_scale=site.global_scale)
+
+    return {name: mantissa(site) for name, site in cache.items()}
 
 
 def extend(prompt: Any, slots: int, samples: int) -> Any:

@@ -27,8 +27,8 @@ def expert_mlp(
 ) -> Float[Array, "B T D"]:
     """sum_x gate_x * down(swiglu(gate_up(x))) over each token's experts.
 
-    Args:    routes: -1 drops a pair. gate_up: from the layout to rows (N, b, 2F). down: (N, b, F) to
-             (N, b, D).
+    Args:    routes: -1 drops a pair. gate_up: from the layout to rows (N, b, 2F).
+             down: (N, b, F) to (N, b, D).
     Returns: (B, T, D) in the dtype of `down`; the sum over experts is in float32.
     """
     B, T, X = routes_BTX.shape

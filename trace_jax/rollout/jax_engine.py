@@ -2,10 +2,11 @@
 
     prefill (P prompts)  ->  cache grown to P*G sequences  ->  decode until all have stopped
 
-Right padding: slot c of a sequence is its position c, so padding never shifts a rotary angle. Lengths
-and batch sizes are padded to buckets, so they never recompile. Each sequence has its own random key
-and its own rows everywhere; finished and padding rows reach no expert. The log-probability of a token
-is log softmax(logits / temperature) over the full vocabulary, in float32, of the policy that sampled.
+Right padding: slot c of a sequence is its position c, so padding never shifts a rotary angle.
+Lengths and batch sizes are padded to buckets, so they never recompile. Each sequence has its own
+random key and its own rows everywhere; finished and padding rows reach no expert. The
+log-probability of a token is log softmax(logits / temperature) over the full vocabulary, in
+float32, of the policy that sampled.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from trace_jax import config as cfg
 from trace_jax.checks import require
@@ -35,16 +36,16 @@ Generate = Callable[[SamplerWeights, Sequence[Prompt], int, jax.Array], list[Tra
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """State of the decode loop, and its outputs."""
+    """State of the decode loop."""
 
-    step: Int[Array, ""]
+    step: Int[Array, ""]  # tokens sampled so far
     tokens_BR: Int[Array, "B R"]
     logprobs_BR: Float[Array, "B R"]
     length_B: Int[Array, " B"]  # response tokens, the stop token included
-    done_B: Array  # bool: sampled a stop token, or padding row
+    done_B: Bool[Array, " B"]  # sampled a stop token, or padding row
     token_B: Int[Array, " B"]  # sampled last, not processed yet
     caches: tuple[Any, ...]  # per segment, leaves (L, B, C, J, ...)
-    routes: tuple[Array, ...]  # per segment (L, B, R, X); row r is the processing of token r
+    routes: tuple[Array, ...]  # per segment (L, B, R, X); row r: the processing of token r
     records: tuple[Any, ...]  # per segment, leaves (L, B, R, ...)
 
 
@@ -77,11 +78,9 @@ def make_generate(
         seeds = [zlib.crc32(p.uid.encode()) for p in prompts]
         seeds += [0] * (len(length_P) - len(prompts))
         seed_P = np.array(seeds, np.uint32)
-        prefill, decoded = sample(weights.params, tokens_PT, length_P, seed_P, key, samples=samples)
-        prefill, decoded = jax.device_get((prefill, decoded))
-        spec = qat_plan.guidance_spec(quant, model.layers)
+        sampled = sample(weights.params, tokens_PT, length_P, seed_P, key, samples=samples)
         return unpad.trajectories(
-            prompts, samples, prefill, decoded, spec, core.segments, weights.version
+            prompts, samples, jax.device_get(sampled), core.spec, weights.version
         )
 
     return generate
@@ -105,16 +104,16 @@ class _Core:
     def spec(self) -> GuidanceSpec | None:
         return qat_plan.guidance_spec(self.quant, self.model.layers)
 
-    def sample(self, params, tokens_PT, length_P, seed_P, key, *, samples: int):
-        """Prefill and decode; returns (prefill outputs, `Decoded`)."""
-        P, T = tokens_PT.shape
-        R = self.rollout.max_new_tokens
+    def sample(self, params, tokens_PT, length_P, seed_P, key, *, samples: int) -> unpad.Sampled:
+        """Prefill and decode."""
+        T, R = tokens_PT.shape[1], self.rollout.max_new_tokens
         keys_B = sequence_keys(key, seed_P, samples)
-        prefill, logits_PV = self.prefill(params, tokens_PT, length_P)
+        caches, routes, records, logits_PV = self.prefill(params, tokens_PT, length_P)
         length_B = jnp.repeat(length_P, samples)
         idle_B = length_B == 0
         first = self.draw(jnp.repeat(logits_PV, samples, axis=0), keys_B, jnp.int32(0))
-        state = self.start(prefill, P * samples, T + R, samples, first, idle_B)
+        caches = tuple(kv_cache.extend(cache, T + R, samples) for cache in caches)
+        state = self.start(caches, records, first, idle_B)
 
         def body(state: Decoded) -> Decoded:
             return self.decode_step(params, state, length_B, keys_B)
@@ -122,13 +121,43 @@ class _Core:
         def unfinished(state: Decoded) -> Array:
             return (state.step < R) & ~jnp.all(state.done_B)
 
-        return prefill, jax.lax.while_loop(unfinished, body, state)
+        state = jax.lax.while_loop(unfinished, body, state)
+        return unpad.Sampled(
+            steps=state.step,
+            tokens_BR=state.tokens_BR,
+            logprobs_BR=state.logprobs_BR,
+            length_B=state.length_B,
+            done_B=state.done_B,
+            prompt_routes=routes,
+            response_routes=state.routes,
+            prompt_records=self.recorded(records),
+            response_records=self.recorded(state.records),
+            kv_records=self.kv_records(state.caches),
+        )
 
-    def start(self, prefill, B, slots, samples, first, idle_B) -> Decoded:
+    def recorded(self, per_segment: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of one thing per segment those of the segments that guidance keeps."""
+        if self.spec is None:
+            return ()
+        pairs = zip(self.segments, per_segment, strict=True)
+        return tuple(thing for segment, thing in pairs if segment.plan.recorded)
+
+    def kv_records(self, caches: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of the caches what guidance keeps; the rest never leaves the device."""
+        spec = self.spec
+        if spec is None or "k" not in spec.sites:
+            return ()
+        return tuple(kv_cache.record(cache, spec.kind) for cache in self.recorded(caches))
+
+    def start(self, caches, records, first, idle_B) -> Decoded:
         """State after the first token was sampled from the prompt's logits."""
         R, X = self.rollout.max_new_tokens, self.model.experts_per_token
-        (token_B, logprob_B) = first
-        grow = lambda leaf: jnp.zeros((leaf.shape[0], B, R, *leaf.shape[3:]), leaf.dtype)  # noqa: E731
+        token_B, logprob_B = first
+        B = len(token_B)
+
+        def empty(leaf: Array) -> Array:
+            return jnp.zeros((leaf.shape[0], B, R, *leaf.shape[3:]), leaf.dtype)
+
         tokens_BR = jnp.full((B, R), self.pad_id, jnp.int32).at[:, 0].set(token_B)
         return Decoded(
             step=jnp.int32(1),
@@ -137,11 +166,11 @@ class _Core:
             length_B=jnp.where(idle_B, 0, 1),
             done_B=idle_B | self.stops(token_B),
             token_B=token_B,
-            caches=tuple(kv_cache.extend(c, slots, samples) for c in prefill["caches"]),
+            caches=caches,
             routes=tuple(
                 jnp.full((s.stop - s.start, B, R, X), -1, jnp.int32) for s in self.segments
             ),
-            records=tuple(jax.tree.map(grow, r) for r in prefill["records"]),
+            records=tuple(jax.tree.map(empty, r) for r in records),
         )
 
     def stops(self, token_B: Array) -> Array:
@@ -157,7 +186,7 @@ class _Core:
         return token_B, chosen - jax.nn.logsumexp(scaled, axis=1)
 
     def prefill(self, params, tokens_PT, length_P):
-        """All prompt tokens at once; returns (caches, routes, records) and the last logits."""
+        """All prompt tokens at once; returns caches, routes, records and the last logits."""
         P, T = tokens_PT.shape
         valid_PT = jnp.arange(T)[None, :] < length_P[:, None]
         position_PT = jnp.broadcast_to(jnp.arange(T), (P, T))
@@ -170,8 +199,8 @@ class _Core:
 
             def attend(q, k, v, rule=rule):
                 stored = {"k": kv_cache.encode(k, rule), "v": kv_cache.encode(v, rule)}
-                seen = (kv_cache.decode(stored[name], q.dtype) for name in ("k", "v"))
-                return attention.attend(q, *seen, visible), stored
+                seen = [kv_cache.decode(stored[name], q.dtype) for name in ("k", "v")]
+                return attention.attend(q, seen[0], seen[1], visible), stored
 
             def body(x, layer, segment=segment, attend=attend):
                 experts = partial(self.experts, segment.plan, valid_PT)
@@ -185,7 +214,7 @@ class _Core:
         last = jnp.maximum(length_P - 1, 0)[:, None, None]
         x_P1D = jnp.take_along_axis(x, last, axis=1)
         logits = transformer.head_logits(params, x_P1D, self.model.norm_eps)[:, 0]
-        return {"caches": tuple(caches), "routes": tuple(routes), "records": tuple(records)}, logits
+        return tuple(caches), tuple(routes), tuple(records), logits
 
     def decode_step(self, params, state: Decoded, prompt_B, keys_B) -> Decoded:
         """Processes the last sampled token of every unfinished row and samples the next one."""
@@ -208,8 +237,8 @@ class _Core:
                     new = {"k": kv_cache.encode(k, rule), "v": kv_cache.encode(v, rule)}
                     grown = kv_cache.write(cache, index, slot_B, new)
                     here = kv_cache.read(grown, index)
-                    seen = (kv_cache.decode(here[name], q.dtype) for name in ("k", "v"))
-                    return attention.attend(q, *seen, visible), grown
+                    seen = [kv_cache.decode(here[name], q.dtype) for name in ("k", "v")]
+                    return attention.attend(q, seen[0], seen[1], visible), grown
 
                 experts = partial(self.experts, segment.plan, active_B[:, None])
                 x, (_, ids, cache, record) = view(layer)(x, slot_B[:, None], attend, experts)
@@ -217,17 +246,16 @@ class _Core:
 
             indices = jnp.arange(segment.stop - segment.start)
             (x, caches[i]), (ids, record) = jax.lax.scan(body, (x, caches[i]), (stack, indices))
-            put = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, r, 2)  # noqa: E731
-            routes[i] = put(routes[i], ids)
-            records[i] = jax.tree.map(put, records[i], record)
+            routes[i] = put(routes[i], ids, r, axis=2)
+            records[i] = jax.tree.map(partial(put, at=r, axis=2), records[i], record)
         logits = transformer.head_logits(params, x, self.model.norm_eps)[:, 0]
         token_B, logprob_B = self.draw(logits, keys_B, state.step)
         token_B = jnp.where(active_B, token_B, self.pad_id)
-        column = lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new[:, None], state.step, 1)  # noqa: E731
+        logprob_B = jnp.where(active_B, logprob_B, 0)
         return Decoded(
             step=state.step + 1,
-            tokens_BR=column(state.tokens_BR, token_B),
-            logprobs_BR=column(state.logprobs_BR, jnp.where(active_B, logprob_B, 0)),
+            tokens_BR=put(state.tokens_BR, token_B[:, None], state.step, axis=1),
+            logprobs_BR=put(state.logprobs_BR, logprob_B[:, None], state.step, axis=1),
             length_B=state.length_B + active_B.astype(jnp.int32),
             done_B=state.done_B | self.stops(token_B),
             token_B=token_B,
@@ -266,8 +294,13 @@ class _Core:
         return y, records
 
 
-def sequence_keys(key: jax.Array, seed_P: Int[Array, " P"], samples: int) -> jax.Array:
-    """One key per sequence, from the prompt's own seed and the sample number: never from the batch."""
+def put(buffer: Array, new: Array, at: Array, *, axis: int) -> Array:
+    """`buffer` with `new` written from index `at` of `axis` on."""
+    return jax.lax.dynamic_update_slice_in_dim(buffer, new, at, axis)
+
+
+def sequence_keys(key: jax.Array, seed_P: UInt32[Array, " P"], samples: int) -> jax.Array:
+    """One key per sequence, from the prompt's own seed and sample number: never from the batch."""
 
     def one(seed: Array) -> jax.Array:
         prompt_key = jax.random.fold_in(key, seed)

@@ -1,11 +1,11 @@
 """Expert matmuls with the arithmetic of native block-scaled FP4 hardware.
 
-    y[m, o] = (g_x[m] * g_w) * sum_blocks sum_k (q_x * s_x) (q_w * s_w)        accumulated in float32
+    y[m, o] = (g_x[m] * g_w) * sum_blocks sum_k (q_x * s_x) (q_w * s_w)    accumulated in float32
 
-A code times its E4M3 block scale has at most six significant bits, so operands and products are exact
-in float32 and only the accumulation rounds; the global scales are applied once, at the end. The
-trainer instead multiplies BF16 values of code * scale * global, as the paper does: that difference is
-the one which guided rounding has to bridge.
+A code times its E4M3 block scale has at most six significant bits, so operands and products are
+exact in float32 and only the accumulation rounds; the global scales are applied once, at the end.
+The trainer instead multiplies BF16 values of code * scale * global, as the paper does: that
+difference is the one which guided rounding has to bridge.
 """
 
 from typing import Any

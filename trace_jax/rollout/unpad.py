@@ -1,16 +1,37 @@
 """Between padded device arrays and per-sequence host records."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax import config as cfg
 from trace_jax.checks import require
-from trace_jax.guidance.record import Guidance, GuidanceSpec, SiteRecord
-from trace_jax.qat import plan as qat_plan
+from trace_jax.guidance.record import Guidance, GuidanceSpec
 from trace_jax.types import Prompt, Trajectory
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """What the device returns of one call, still padded.
+
+    Routes are one array a segment; records one pytree for each segment that guidance keeps.
+    """
+
+    steps: Int[Array, ""] | np.ndarray  # tokens of the longest answer
+    tokens_BR: Int[Array, "B R"] | np.ndarray
+    logprobs_BR: Float[Array, "B R"] | np.ndarray  # nats
+    length_B: Int[Array, " B"] | np.ndarray  # response tokens, the stop token included
+    done_B: Bool[Array, " B"] | np.ndarray  # sampled a stop token, or padding row
+    prompt_routes: tuple[Any, ...]  # (L, P, T, X)
+    response_routes: tuple[Any, ...]  # (L, B, R, X); row r: the processing of token r
+    prompt_records: tuple[Any, ...]  # leaves (L, P, T, ...)
+    response_records: tuple[Any, ...]  # leaves (L, B, R, ...)
+    kv_records: tuple[Any, ...]  # leaves (L, B, C, J, ...); none if K and V are not guided
 
 
 def pad_prompts(
@@ -18,8 +39,9 @@ def pad_prompts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens_PT, length_P), right-padded to the buckets; padding prompts have length 0.
 
-    Raises: ValueError for an empty prompt.
+    Raises: ValueError for an empty prompt, or for none.
     """
+    require(len(prompts) > 0, "rollout: prompts", 0, "at least one")
     for prompt in prompts:
         require(len(prompt.tokens) > 0, f"prompt {prompt.uid}: tokens", 0, "at least one token")
     longest = max(len(p.tokens) for p in prompts)
@@ -37,35 +59,31 @@ def pad_prompts(
 def trajectories(
     prompts: Sequence[Prompt],
     samples: int,
-    prefill: dict[str, Any],
-    decoded: Any,
+    sampled: Sampled,
     spec: GuidanceSpec | None,
-    segments: tuple[qat_plan.Segment, ...],
     version: int,
 ) -> list[Trajectory]:
     """Cuts each sequence out of the engine's (host) arrays, without padding."""
-    prompt_routes = np.concatenate(prefill["routes"], axis=0)
-    response_routes = np.concatenate(decoded.routes, axis=0)
-    kept = [i for i, s in enumerate(segments) if s.plan.recorded]
-    prompt_records = _join([prefill["records"][i] for i in kept]) if spec else {}
-    response_records = _join([decoded.records[i] for i in kept]) if spec else {}
-    cache = _kv_records(_join([decoded.caches[i] for i in kept]), spec) if spec else {}
+    prompt_routes, response_routes = _join(sampled.prompt_routes), _join(sampled.response_routes)
+    prompt_records = _join(sampled.prompt_records)
+    response_records = _join(sampled.response_records)
+    kv_records = _join(sampled.kv_records)
     out = []
     for b in range(len(prompts) * samples):
-        prompt, n = prompts[b // samples], int(decoded.length_B[b])
+        prompt, n = prompts[b // samples], int(sampled.length_B[b])
         length = len(prompt.tokens)
 
         def cut(before: np.ndarray, after: np.ndarray, b=b, n=n, length=length) -> np.ndarray:
             pieces = before[:, b // samples, :length], after[:, b, : n - 1]
             return np.concatenate(pieces, axis=1)
 
-        response = decoded.tokens_BR[b, :n]
+        response = sampled.tokens_BR[b, :n]
         routes_LSX = cut(prompt_routes, response_routes)
         guidance = None
         if spec is not None:
             sites = jax.tree.map(cut, prompt_records, response_records)
             upto = length + n - 1
-            sites |= jax.tree.map(lambda a, b=b, upto=upto: a[:, b, :upto], cache)
+            sites |= jax.tree.map(lambda a, b=b, upto=upto: a[:, b, :upto], kv_records)
             guidance = Guidance(sites=sites, spec=spec)
         out.append(
             Trajectory(
@@ -73,32 +91,18 @@ def trajectories(
                 sample=b % samples,
                 tokens_T=np.concatenate([np.asarray(prompt.tokens, np.int32), response]),
                 prompt_length=length,
-                sampler_logprobs_R=decoded.logprobs_BR[b, :n],
+                sampler_logprobs_R=np.array(sampled.logprobs_BR[b, :n]),
                 routes_SLX=routes_LSX.transpose(1, 0, 2).astype(np.int16),
                 guidance=guidance,
-                finish_reason="stop" if bool(decoded.done_B[b]) else "length",
+                finish_reason="stop" if bool(sampled.done_B[b]) else "length",
                 version=version,
             )
         )
     return out
 
 
-def _join(parts: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=0), *parts)
-
-
-def _kv_records(cache: dict[str, Any], spec: GuidanceSpec) -> dict[str, SiteRecord]:
-    """The cache holds 4-bit codes; mantissa guidance keeps one bit of each."""
-    sites = {name: cache[name] for name in ("k", "v") if name in spec.sites}
-    if spec.kind == "codes":
-        return sites
-    return {name: _mantissa(record) for name, record in sites.items()}
-
-
-def _mantissa(record: SiteRecord) -> SiteRecord:
-    low, high = record.bits & 1, (record.bits >> 4) & 1
-    bits = np.stack([low, high], axis=-1).reshape(*record.bits.shape[:-1], -1)
-    packed = np.packbits(bits, axis=-1, bitorder="little")
-    return SiteRecord(bits=packed, scales=record.scales, global_scale=record.global_scale)
-
-
+def _join(segments: tuple[Any, ...]) -> Any:
+    """The layers of all segments one after another; {} of none."""
+    if not segments:
+        return {}
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=0), *segments)
