@@ -14,12 +14,13 @@ from trace_jax import config as cfg
 def get_config() -> cfg.Config:
     return cfg.Config(
         name="demo_cpu",
-        steps=100,
+        steps=110,
         data=cfg.Data(
             task="spell_backward",
             task_args=(("min_word_len", 3), ("max_word_len", 6)),
         ),
+        warm_start=cfg.WarmStart(stop_at_accuracy=0.3, check_every=10),
         rollout=cfg.Rollout(bucket_tokens=8),
-        optim=cfg.Optim(learning_rate=4e-4, warmup_steps=10),
+        optim=cfg.Optim(learning_rate=2e-4, warmup_steps=10),
         run=cfg.Run(eval_samples=8),
     )
