@@ -74,5 +74,5 @@ def _cast(dtype: Any, path: Any, leaf: jax.Array) -> jax.Array:
 
 def pack_weight(w: jax.Array) -> dict[str, jax.Array]:
     """Packed codes (..., O, K/2), scale bytes (..., O, K/16), global scale (..., 1, 1)."""
-    codes, scales, global_ = sites.weight_codes(w.astype(jnp.bfloat16).astype(jnp.float32))
+    codes, scales, global_ = sites.weight_codes(w)
     return {"codes": e2m1.pack(codes), "scales": scales, "global": global_}

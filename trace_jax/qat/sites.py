@@ -125,16 +125,21 @@ def quantize_weight(
 
     The source precision is the BF16 cast of the master weight, as on the rollout's side.
     """
-    source = jax.lax.stop_gradient(w).astype(jnp.bfloat16).astype(jnp.float32)
-    codes, scales, global_ = weight_codes(source)
+    codes, scales, global_ = weight_codes(jax.lax.stop_gradient(w))
     value = nvfp4.dequantize_rows(codes, scales, global_).astype(dtype)
     return straight_through(w.astype(dtype), jax.lax.stop_gradient(value))
 
 
 def weight_codes(
-    source: Float[Array, "*A O K"],
+    w: Float[Array, "*A O K"],
 ) -> tuple[UInt8[Array, "*A O K"], UInt8[Array, "*A O N"], Float[Array, "*A 1 1"]]:
-    """(codes, scale bytes, global scale (*A,1,1)) of weights already rounded to BF16."""
+    """(codes, scale bytes, global scale (*A,1,1)) of master weights: the one way to quantise them.
+
+    The source is the value in BF16 whatever the master's dtype: trainer and sampler must not
+    quantise two precisions. `reduce_precision` says so explicitly; XLA:GPU may drop a cast to BF16
+    and back.
+    """
+    source = jax.lax.reduce_precision(w.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
     amax = jnp.max(jnp.abs(source), axis=(-2, -1), keepdims=True)
     global_ = nvfp4.global_scale(amax, "amax")
     codes, scales = nvfp4.quantize_rows(source, global_)
