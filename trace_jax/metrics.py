@@ -42,6 +42,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout/tokens_per_s": ("tokens/s", "sampled tokens per second of rollout"),
     "rollout/staleness_versions": ("versions", "age of the sampling weights"),
     "rollout/step_s": ("s", "wall time of sampling"),
+    "reward/step_s": ("s", "wall time of scoring and collating"),
+    "logprobs/step_s": ("s", "wall time of the trainer's forward before the update"),
     "update/step_s": ("s", "wall time of the update"),
     "update/grad_norm": ("", "global gradient norm before clipping"),
     "loss/policy": ("", "policy-gradient loss, token mean"),

@@ -154,7 +154,13 @@ def _speed(rows: Rows) -> Any:
     _line(tokens, rows, "rollout/tokens_per_s", "rollout", 0)
     tokens.set(xlabel="GRPO step", ylabel="sampled tokens per second", title="rollout throughput")
     tokens.set_ylim(bottom=0)
-    parts = {"rollout/step_s": "rollout", "update/step_s": "update", "sync/s": "weight sync"}
+    parts = {
+        "rollout/step_s": "rollout",
+        "reward/step_s": "reward and batch",
+        "logprobs/step_s": "log-probs before the update",
+        "update/step_s": "update",
+        "sync/s": "weight sync",
+    }
     timed = [row for row in _of(rows, "rl") if any(_number(row, key) is not None for key in parts)]
     if timed:
         steps = [row["step"] for row in timed]
