@@ -14,13 +14,19 @@ sampled but never processed, so it has no record.
 """
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax.guidance.record import Guidance, HostArray
+
+# A number on the host: Python's, or numpy's as `jax.device_get` and sums of it give them.
+if TYPE_CHECKING:
+    HostNumber: TypeAlias = Any
+else:
+    HostNumber = float | np.ndarray | np.generic
 
 Params = dict[str, Any]  # a nested dict of arrays, as Flax NNX splits it
 
@@ -97,8 +103,8 @@ class TrainState:
 class Mean:
     """A mean that is not divided yet: sums over shards and micro-batches stay exact."""
 
-    total: Float[Array, ""] | float
-    count: Float[Array, ""] | float
+    total: Float[Array, ""] | HostNumber
+    count: Float[Array, ""] | HostNumber
 
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(total=self.total + other.total, count=self.count + other.count)
