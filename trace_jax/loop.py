@@ -94,6 +94,8 @@ def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> d
             out = Outputs(
                 rundir=rundir, metrics=metrics, checkpoints=checkpoints, pool=pool, stop=stop
             )
+            if not resumed and position.warm_done:
+                _save(position, out)  # a run of no steps at all is still a run to start from
             _warm_start(built, position, out)
             _reinforce(built, position, out)
         return _finish(built, position, out, show)
