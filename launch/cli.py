@@ -26,13 +26,18 @@ def run(main: Callable[[], None], doc: str) -> None:
     if flags.FLAGS.help:
         print(doc.strip(), flags.FLAGS.main_module_help(), sep="\n\n")
         sys.exit(0)
+    sys.path.insert(0, os.getcwd())  # where a user's own reward module is
     cache = pathlib.Path.home() / ".cache" / "trace_jax"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     try:
         main()
     except KeyboardInterrupt:  # the loop has saved what there was to save
         sys.exit(130)
-    except (ValueError, FileNotFoundError) as error:  # ours to explain, if in the house form
+    except (
+        ValueError,
+        FileNotFoundError,
+        RuntimeError,
+    ) as error:  # ours to explain, if in the house form
         if not HOUSE_ERROR.fullmatch(str(error)):
             raise
         sys.exit(_complain(error))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,14 +131,15 @@ def test_rewards_that_are_nan_are_counted_and_dropped_not_zero(tmp_path, monkeyp
         assert np.isfinite(leaf.astype(np.float32)).all(), name
 
 
-def test_a_run_whose_every_reward_fails_says_so_and_keeps_its_state(tmp_path, monkeypatch):
+def test_a_run_whose_every_verifier_fails_is_an_error_not_a_zero(tmp_path, monkeypatch):
     (tmp_path / "failing_verifier.py").write_text("def judge(prompt, text):\n    raise OSError\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.syspath_prepend(tmp_path)
     path = write_jsonl(tmp_path / "data.jsonl")
     config = small(tmp_path, path=path, train_size=20, reward="failing_verifier:judge")
-    with pytest.raises(ValueError, match="scored samples of a step: got 0 of 16"):
+    with pytest.raises(ValueError, match=r"evaluation: scored answers: got 0 of 4"):
         loop.run(config, tmp_path / "run")
+    assert final_arrays(tmp_path / "run")  # what there was is intact
 
 
 def test_bad_data_is_refused_before_a_run_directory_exists(tmp_path):
@@ -162,3 +164,24 @@ def test_starting_from_another_model_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="got another model"):
         loop.run(wider, tmp_path / "second")
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_run_that_started_elsewhere_no_longer_needs_its_origin(tmp_path):
+    first = dataclasses.replace(TINY, steps=0, warm_start=None)
+    loop.run(first, tmp_path / "first")
+    origin = dataclasses.replace(TINY.run, init_from=str(tmp_path / "first"))
+    second = dataclasses.replace(first, run=origin)
+    before = loop.run(second, tmp_path / "second")
+    shutil.rmtree(tmp_path / "first")
+    assert loop.run(second, tmp_path / "second") == before
+    with pytest.raises(FileNotFoundError, match="a run directory with checkpoints"):
+        loop.run(second, tmp_path / "third")
+    assert not (tmp_path / "third").exists()
+
+
+def test_too_few_prompts_are_refused_before_a_run_directory_exists(tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", count=6)
+    with pytest.raises(ValueError, match="need >= prompts_per_step=4"):
+        loop.run(small(tmp_path, path=path), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

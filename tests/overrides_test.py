@@ -178,3 +178,13 @@ def test_every_config_is_valid_and_named_after_its_file(file):
     header = file.read_text().split('"""')[1]
     for part in (f"configs/{file.name}", "Cost:", "Expect:"):
         assert part in header
+
+
+def test_another_task_does_not_inherit_the_arguments_of_the_old_one():
+    demo = overrides.load("demo_cpu")
+    assert demo.data.task_args
+    assert overrides.override(demo, ["data.task=chain_sum"]).data.task_args == ()
+    own = overrides.override(demo, ["data.task=none", "data.path=mine.jsonl"])
+    assert (own.data.task, own.data.task_args) == (None, ())
+    given = overrides.override(demo, ["data.task=chain_sum", "data.task_args=min_terms:2"])
+    assert given.data.task_args == (("min_terms", 2),)

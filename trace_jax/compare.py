@@ -69,6 +69,11 @@ def compare(
     Returns: a row per arm: mode, lag, seed and COLUMNS (None where a mode has no such number). Also
              in `<workdir>/comparison.json`. Arms that are finished are not run again.
     """
+    require(len(modes) > 0, "--modes", "nothing", f"some of {list(MODES)}")
+    mixed = start is not None and len(seeds) > 1 and "{seed}" not in start
+    need = 'one run per seed, written with "{seed}"'
+    fix = "a seed draws its own held-out prompts, which the policy of another may have trained on"
+    require(not mixed, "--start with several seeds", start, need, fix)
     root = pathlib.Path(workdir)
     planned = [(seed, lag, mode) for seed in seeds for lag in lags for mode in modes]
     for _, lag, mode in planned:  # refuse everything wrong before anything runs

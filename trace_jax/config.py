@@ -100,8 +100,8 @@ class Rollout:
     group_size: int = 8  # G
     max_new_tokens: int = 10
     temperature: float = 1.0
-    top_p: float | None = None  # evaluation only: training refuses truncated sampling
-    top_k: int | None = None  # evaluation only
+    top_p: float | None = None  # refused: log-probs are of the full distribution
+    top_k: int | None = None  # refused likewise
     version_lag: int = 0  # how many updates old the sampling weights are, 0..3 in the paper
     bucket_tokens: int = 16  # prompt and response lengths are padded up to multiples of this
     bucket_batch: int = 32  # sequences a call are padded up to multiples of this

@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
+from trace_jax.checks import require
 from trace_jax.data.tokenizer import Tokenizer
-from trace_jax.reward.pool import RewardPool
+from trace_jax.reward.pool import RewardPool, count_failures
 from trace_jax.rollout.jax_engine import Generate
 from trace_jax.types import Mean, Prompt, Scored
 from trace_jax.weight_sync import SamplerWeights
@@ -58,6 +59,8 @@ def evaluate(
 
     Prompts go through in chunks of the training size, so nothing compiles anew. The same key gives
     every evaluation the same random numbers: differences come from the weights.
+
+    Raises: ValueError if not a single answer could be scored.
     """
     scored: list[Scored] = []
     texts: list[str] = []
@@ -68,6 +71,13 @@ def evaluate(
         scored += pool.score_all(trajectories, answers)
         texts += answers
     rewards = [item.reward for item in scored if item.reward is not None]
+    require(
+        len(rewards) > 0,
+        "evaluation: scored answers",
+        f"0 of {len(scored)} ({count_failures(scored)})",
+        "at least one",
+        "repair the reward function; a failed verifier is never a reward of zero",
+    )
     return Evaluation(
         accuracy=Mean(total=float(sum(rewards)), count=float(len(rewards))),
         failed=len(scored) - len(rewards),

@@ -81,13 +81,15 @@ def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> d
              KeyboardInterrupt after a stop by signal, when everything is saved.
     """
     built = stages.build(config)
+    # everything that can be wrong with the user's input shows before there is a run directory
+    started = any(pathlib.Path(workdir).glob("checkpoints/[0-9]*"))
+    position = _begin(built, started)
     with (
         RewardPool(config.data.reward) as pool,
         open_run(workdir, overrides.to_dict(config)) as rundir,
         Checkpointer(rundir.folder("checkpoints"), config.run.keep_checkpoints) as checkpoints,
         graceful_stop() as stop,
     ):
-        position = _begin(built)
         resumed = _restore(position, checkpoints)
         resume = position.resume if resumed else None
         with MetricsWriter(rundir, config.run.tensorboard, resume) as metrics:
@@ -101,10 +103,11 @@ def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> d
         return _finish(built, position, out, show)
 
 
-def _begin(built: Stages) -> Position:
+def _begin(built: Stages, started: bool) -> Position:
+    """The start of a run. A run that `started` restores its own policy, wherever it came from."""
     config = built.config
     params = stages.initial_params(built)
-    if config.run.init_from is not None:
+    if config.run.init_from is not None and not started:
         params = load_params(config.run.init_from, params)
     warm_done = config.warm_start is None
     args = stages.policy_optimizer_args if warm_done else stages.warm_optimizer_args
@@ -272,12 +275,12 @@ def _evaluate(built: Stages, position: Position, out: Outputs, prompts: Any) -> 
     )
 
 
-def _held_out(built: Stages, position: Position, out: Outputs, name: str) -> float:
-    """Held-out accuracy of the newest policy; writes a few samples."""
+def _held_out(built: Stages, position: Position, out: Outputs, name: str) -> dict[str, float]:
+    """Metrics of the newest policy on held-out prompts; writes a few samples."""
     result = _evaluate(built, position, out, built.prompts.held_out)
     position.accuracy[name] = result.accuracy.value
     out.rundir.write_samples(position.rl_steps, result.examples(built.config.run.samples_kept))
-    return result.accuracy.value
+    return {"eval/accuracy": result.accuracy.value, "eval/failed": float(result.failed)}
 
 
 def _reinforce(built: Stages, position: Position, out: Outputs) -> None:
@@ -285,16 +288,16 @@ def _reinforce(built: Stages, position: Position, out: Outputs) -> None:
     config = built.config
     if "before" not in position.accuracy:
         start = time.perf_counter()
-        accuracy = _held_out(built, position, out, "before")
+        numbers = _held_out(built, position, out, "before")
         position.wall_s += time.perf_counter() - start
-        out.metrics.write(0, position.wall_s, {"eval/accuracy": accuracy})
+        out.metrics.write(0, position.wall_s, numbers)
     with progress(config.steps, "GRPO", initial=position.rl_steps) as bar:
         while position.rl_steps < config.steps:
             start = time.perf_counter()
             numbers = _step(built, position, out.pool)
             last = position.rl_steps == config.steps
             if last or position.rl_steps % config.run.eval_every == 0:
-                numbers["eval/accuracy"] = _held_out(built, position, out, "after")
+                numbers |= _held_out(built, position, out, "after")
             position.wall_s += time.perf_counter() - start
             out.metrics.write(position.rl_steps, position.wall_s, numbers)
             bar.update(

@@ -53,6 +53,8 @@ def override(config: Config, assignments: Sequence[str]) -> Config:
         require(clash is None, f"--set {path}", f"{clash} as well", "each field once")
         given.append(path)
         _assign(values, path, text)
+    if "data.task" in given and "data.task_args" not in given:
+        values["data"]["task_args"] = ()  # those of the task that was there before
     return from_dict(values)
 
 

@@ -208,7 +208,8 @@ class _Layer:
             guided=self.quant.trainer == "trace",
         )
         if stats is not None:
-            counts[f"guide/agreement/{name}"] = stats.agreement
+            compared = "agreement" if self.quant.guide == "codes" else "bit_agreement"
+            counts[f"guide/{compared}/{name}"] = stats.agreement
             counts[f"quant/code_flip_rate/{name}"] = stats.flips
             counts[f"guide/scale_equal/{name}"] = stats.scale_equal
             counts[f"quant/nonfinite_blocks/{name}"] = stats.nonfinite

@@ -215,7 +215,9 @@ def add_log_probs(stages: Stages, params: Params, reference: Params | None, batc
     """The batch with pi_old (and the reference) of the trainer before the update, and the metrics.
 
     This separate forward is what `parity/...` compares with the sampler: never a log-prob that an
-    update has already changed.
+    update has already changed. With one update per rollout pi_old is left out: the loss then takes
+    its own log-prob, so that the ratio is exactly 1. Two compiled forwards differ in BF16, and the
+    clip would act on that difference.
     """
     size = stages.config.optim.micro_batch
     parts = list(batching.micro_batches(batch, size))
@@ -225,7 +227,8 @@ def add_log_probs(stages: Stages, params: Params, reference: Params | None, batc
     metrics = summarise_sites(totals)
     mask_BS = np.asarray(batch.loss_mask_BS)
     metrics |= parity.parity_metrics(old_BS, np.asarray(batch.sampler_logprobs_BS), mask_BS)
-    batch = dataclasses.replace(batch, old_logprobs_BS=np.where(mask_BS, old_BS, 0.0))
+    if stages.config.optim.minibatches > 1:
+        batch = dataclasses.replace(batch, old_logprobs_BS=np.where(mask_BS, old_BS, 0.0))
     if reference is not None:
         pieces = [np.asarray(stages.log_probs(reference, part)[0]) for part in parts]
         reference_BS = np.where(mask_BS, np.concatenate(pieces), 0.0)
@@ -234,11 +237,16 @@ def add_log_probs(stages: Stages, params: Params, reference: Params | None, batc
 
 
 def summarise_sites(counts: dict[str, Mean]) -> dict[str, float]:
-    """Divides the counts, and adds `guide/agreement` over all sites."""
+    """Divides the counts, and adds agreement over all sites.
+
+    `guide/agreement` is about codes. Mantissa guidance has no codes to compare with, only bits,
+    which the bracket almost always satisfies: that is `guide/bit_agreement`.
+    """
     metrics = {name: mean.value for name, mean in counts.items()}
-    guided = [mean for name, mean in counts.items() if name.startswith("guide/agreement/")]
-    if guided:
-        metrics["guide/agreement"] = functools.reduce(lambda a, b: a + b, guided).value
+    for total in ("guide/agreement", "guide/bit_agreement"):
+        guided = [mean for name, mean in counts.items() if name.startswith(f"{total}/")]
+        if guided:
+            metrics[total] = functools.reduce(lambda a, b: a + b, guided).value
     return metrics
 
 

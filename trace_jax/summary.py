@@ -19,6 +19,8 @@ _MEANS = {
     "rollout/staleness_versions": "staleness (versions)",
     "rollout/tokens_per_s": "rollout (tokens per s)",
     "update/step_s": "update (s per step)",
+    "update/skipped": "updates skipped (fraction)",
+    "reward/failed": "verifiers failed (samples per step)",
 }
 
 

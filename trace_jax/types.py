@@ -91,7 +91,7 @@ class Batch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """All that an update changes. `step` counts updates of the RL stage, and is the version."""
+    """All that an update changes. `step` counts the updates of its stage."""
 
     step: Int[Array, ""]
     params: Params  # float32 master weights

@@ -85,3 +85,17 @@ def test_train_refuses_a_bad_setting_in_one_line_and_starts_nothing(tmp_path):
     assert ended.stderr.startswith("error: config.rollout.group_size: got 1, need >= 2. Fix:")
     assert ended.stderr.count("\n") == 1
     assert not workdir.exists()
+
+
+def test_a_run_directory_of_another_configuration_is_one_line_and_code_2(tmp_path):
+    (tmp_path / "config.json").write_text('{"seed": 5}')
+    body = f"from trace_jax import rundir; rundir.open_run({str(tmp_path)!r}, dict(seed=6))"
+    done = run_main(body)
+    assert done.returncode == 2
+    assert "seed: 5 -> 6" in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_module_in_the_current_folder_can_be_imported_by_a_script():
+    done = run_main("import configs.tiny_cpu")
+    assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ import pytest
 from trace_jax import config as cfg
 from trace_jax.models import moe
 from trace_jax.rollout import jax_engine, unpad
+from trace_jax.types import Prompt
 
 NOT_A_TOKEN = -7
 
@@ -88,9 +89,14 @@ def test_samples_of_a_prompt_differ_and_come_prompt_by_prompt(pair, prompts):
     assert sum(a != b for a, b in zip(answers[::2], answers[1::2], strict=True)) >= 3
 
 
-def test_a_prompt_asked_twice_in_one_call_gets_the_same_answers(pair, prompts):
+def test_a_prompt_asked_twice_in_one_call_gets_fresh_answers_and_in_two_calls_the_same(
+    pair, prompts
+):
     got = pair.sample([prompts[0], prompts[2], prompts[0]])
-    assert_same(got[:2], got[4:])
+    assert_same(got[:2], pair.sample([prompts[0]]))
+    # two identical groups would be counted as two independent ones
+    first, again = ([t.response_T.tolist() for t in part] for part in (got[:2], got[4:]))
+    assert first != again
 
 
 def test_an_answer_does_not_depend_on_the_rest_of_the_batch(pair, prompts):
@@ -298,3 +304,12 @@ def test_prompts_are_padded_to_whole_buckets(tiny, prompts):
         padding = [NOT_A_TOKEN] * (8 - len(prompt.tokens))
         assert tokens_PT[row].tolist() == [*prompt.tokens, *padding]
     assert unpad.pad_prompts(prompts[:1], 16, rollout, 0)[0].shape == (1, 8)  # more than a bucket
+
+
+def test_a_prompt_asked_twice_in_a_call_has_two_seeds_and_the_first_is_its_own():
+    one, other = (
+        Prompt(uid=uid, text="", tokens=(1,), answer=None, task="t") for uid in ("a", "b")
+    )
+    alone, twice = jax_engine.prompt_seeds([one]), jax_engine.prompt_seeds([one, other, one])
+    assert twice[0] == alone[0]
+    assert len(set(twice)) == 3

@@ -9,6 +9,7 @@ log-probability of a token is log softmax(logits / temperature) over the full vo
 float32, of the policy that sampled.
 """
 
+import collections
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
@@ -75,7 +76,7 @@ def make_generate(
         weights: SamplerWeights, prompts: Sequence[Prompt], samples: int, key: jax.Array
     ) -> list[Trajectory]:
         tokens_PT, length_P = unpad.pad_prompts(prompts, samples, rollout, pad_id)
-        seeds = [zlib.crc32(p.uid.encode()) for p in prompts]
+        seeds = prompt_seeds(prompts)
         seeds += [0] * (len(length_P) - len(prompts))
         seed_P = np.array(seeds, np.uint32)
         sampled = sample(weights.params, tokens_PT, length_P, seed_P, key, samples=samples)
@@ -297,6 +298,18 @@ class _Core:
 def put(buffer: Array, new: Array, at: Array, *, axis: int) -> Array:
     """`buffer` with `new` written from index `at` of `axis` on."""
     return jax.lax.dynamic_update_slice_in_dim(buffer, new, at, axis)
+
+
+def prompt_seeds(prompts: Sequence[Prompt]) -> list[int]:
+    """A seed per prompt from its uid; a prompt that stands there again gets another one."""
+    seen: collections.Counter[str] = collections.Counter()
+    seeds = []
+    for prompt in prompts:
+        again = seen[prompt.uid]
+        seen[prompt.uid] += 1
+        name = f"{prompt.uid}#{again}" if again else prompt.uid
+        seeds.append(zlib.crc32(name.encode()))
+    return seeds
 
 
 def sequence_keys(key: jax.Array, seed_P: UInt32[Array, " P"], samples: int) -> jax.Array:
