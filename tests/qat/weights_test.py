@@ -52,8 +52,11 @@ def test_the_source_is_the_bf16_cast_of_the_master():
     np.testing.assert_array_equal(
         quantize_weight(w, jnp.float32), quantize_weight(cast, jnp.float32)
     )
-    master, source = weight_codes(w)[0], weight_codes(cast)[0]
-    assert 0 < np.mean(np.asarray(master) != np.asarray(source)) < 0.05
+    codes, scales, global_ = weight_codes(w)
+    for got, want in zip((codes, scales, global_), weight_codes(cast), strict=True):
+        np.testing.assert_array_equal(got, want)
+    unrounded, _ = nvfp4.quantize_rows(w, global_)  # what quantising the master itself would give
+    assert 0 < np.mean(np.asarray(unrounded) != np.asarray(codes)) < 0.05
 
 
 def test_gate_and_up_share_one_global_scale():
