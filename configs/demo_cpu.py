@@ -4,8 +4,9 @@
 
 Trained from scratch: a short supervised warm start, then GRPO with joint NVFP4 rollouts (experts
 W4A4 and KV cache) whose rounding guides the trainer.
-Cost:     at most 10 minutes on 2 cores, under 2 GB of memory.
-Expect:   held-out sample accuracy up by at least 0.15 over the warm start.
+Cost:     6 to 8 minutes on 2 cores, of which 1 to 2 compile the first time; 1.4 GB of memory.
+Expect:   held-out sample accuracy from about 0.30 (warm start) to 0.57, 0.56 and 0.47 for seeds 0, 1
+          and 2; mean log-prob gap 0.002 nats (docs/results.md).
 """
 
 from trace_jax import config as cfg
