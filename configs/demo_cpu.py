@@ -5,8 +5,8 @@
 Trained from scratch: a short supervised warm start, then GRPO with joint NVFP4 rollouts (experts
 W4A4 and KV cache) whose rounding guides the trainer.
 Cost:     6 to 8 minutes on 2 cores, of which 1 to 2 compile the first time; 1.4 GB of memory.
-Expect:   held-out sample accuracy from about 0.30 (warm start) to 0.57, 0.56 and 0.47 for seeds 0, 1
-          and 2; mean log-prob gap 0.002 nats (docs/results.md).
+Expect:   held-out sample accuracy from about 0.30 (warm start) to 0.53, 0.54 and 0.50 for seeds 0,
+          1 and 2; mean log-prob gap 0.002 nats (docs/results.md).
 """
 
 from trace_jax import config as cfg
