@@ -148,7 +148,15 @@ def test_progress_writes_plain_lines_to_a_log(monkeypatch):
     assert lines[0] == "GRPO 5/10 (2 s, about 10 s left): reward=1.667"
 
 
-def test_progress_on_a_terminal_ends_its_line_on_ctrl_c():
+@pytest.fixture
+def restored_sigint():
+    """Python's own handler: a background job of a shell starts with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_progress_on_a_terminal_ends_its_line_on_ctrl_c(restored_sigint):
     class Terminal(io.StringIO):
         def isatty(self):
             return True

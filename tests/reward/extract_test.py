@@ -83,7 +83,7 @@ def test_last_box_agrees_with_a_search_over_all_pairs_of_braces():
     "unit", [r"\boxed{", r"\boxed{}", "{", "<answer>", "<think>", r"\boxed   "]
 )
 def test_extract_answer_is_linear_on_hostile_responses(unit):
-    start = time.perf_counter()
+    start = time.process_time()  # not wall time: others may use the machine
     extract_answer(unit * 20_000)
     extract_answer(unit * 20_000 + "x" + "}" * 20_000)
-    assert time.perf_counter() - start < 2.0  # quadratic would take minutes
+    assert time.process_time() - start < 30.0  # a bound on hostile input: quadratic takes minutes
