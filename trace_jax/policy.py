@@ -45,7 +45,7 @@ def make_log_probs(
         "replayed routes: the record is of the rollout's experts",
         "loss.replay=true, or quant.guide_hidden=false",
     )
-    segments = trainer_segments(model, quant)
+    segments = qat_plan.side_segments(quant, model.layers, quant.trainer)
     view = transformer.make_layer_view(model)
     dtype = jnp.dtype(model.compute_dtype)
 
@@ -76,15 +76,6 @@ def token_logprobs(
     scaled = logits_BSV / jnp.float32(temperature)
     chosen = jnp.take_along_axis(scaled, tokens_BS[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(scaled, axis=-1)
-
-
-def trainer_segments(model: cfg.Model, quant: cfg.Quant) -> tuple[qat_plan.Segment, ...]:
-    """Runs of layers with equal plans; nothing is quantised or compared in a bf16 trainer."""
-    plans = qat_plan.layer_plans(quant, model.layers)
-    if quant.trainer == "bf16":
-        plain = qat_plan.LayerPlan(experts=False, kv=False, recorded=False)
-        plans = (plain,) * model.layers
-    return qat_plan.segments(plans)
 
 
 def _check_records(batch: Batch, model: cfg.Model, quant: cfg.Quant) -> None:

@@ -27,22 +27,13 @@ class SamplerWeights:
     bytes: int  # size of all leaves
 
 
-def sampler_segments(model: cfg.Model, quant: cfg.Quant) -> tuple[qat_plan.Segment, ...]:
-    """Runs of layers with equal plans on the rollout's side."""
-    plans = qat_plan.layer_plans(quant, model.layers)
-    if quant.rollout == "bf16":
-        plain = qat_plan.LayerPlan(experts=False, kv=False, recorded=False)
-        plans = (plain,) * model.layers
-    return qat_plan.segments(plans)
-
-
 def make_sync(model: cfg.Model, quant: cfg.Quant) -> Callable[[Params, int], SamplerWeights]:
     """Builds `sync(params, version)`: quantises and packs expert weights, casts the rest.
 
     Expert weights are quantised from the BF16 cast of the float32 master, exactly as the trainer's
     fake quantisation does, so that both sides hold the same values.
     """
-    segments = sampler_segments(model, quant)
+    segments = qat_plan.side_segments(quant, model.layers, quant.rollout)
     dtype = jnp.dtype(model.compute_dtype)
 
     @jax.jit

@@ -75,6 +75,17 @@ def segments(plans: tuple[LayerPlan, ...]) -> tuple[Segment, ...]:
     return tuple(out)
 
 
+def side_segments(quant: cfg.Quant, layers: int, precision: str) -> tuple[Segment, ...]:
+    """Segments of one side: nothing is quantised or recorded where its `precision` is "bf16".
+
+    Args: precision: `quant.rollout` for the sampler, `quant.trainer` for the trainer.
+    """
+    plans = layer_plans(quant, layers)
+    if precision == "bf16":
+        plans = (LayerPlan(experts=False, kv=False, recorded=False),) * layers
+    return segments(plans)
+
+
 def guidance_spec(quant: cfg.Quant, layers: int) -> GuidanceSpec | None:
     """What a rollout under `quant` records; None if it records nothing."""
     recorded = tuple(i for i, p in enumerate(layer_plans(quant, layers)) if p.recorded)

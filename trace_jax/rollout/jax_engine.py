@@ -29,7 +29,7 @@ from trace_jax.models import attention, kv_cache, moe, transformer
 from trace_jax.qat import plan as qat_plan
 from trace_jax.rollout import native, unpad
 from trace_jax.types import Prompt, Trajectory
-from trace_jax.weight_sync import SamplerWeights, sampler_segments
+from trace_jax.weight_sync import SamplerWeights
 
 Generate = Callable[[SamplerWeights, Sequence[Prompt], int, jax.Array], list[Trajectory]]
 
@@ -99,7 +99,7 @@ class _Core:
 
     @property
     def segments(self) -> tuple[qat_plan.Segment, ...]:
-        return sampler_segments(self.model, self.quant)
+        return qat_plan.side_segments(self.quant, self.model.layers, self.quant.rollout)
 
     @property
     def spec(self) -> GuidanceSpec | None:
