@@ -30,8 +30,8 @@ def test_an_arm_differs_from_the_config_in_precision_start_and_lag_only(mode):
 def test_modes_mean_what_their_names_say():
     quant = {m: compare.arm(TINY, m, lag=0, seed=0, start="x").quant for m in compare.MODES}
     assert (quant["bf16"].rollout, quant["bf16"].trainer) == ("bf16", "bf16")
-    assert (quant["naive"].rollout, quant["naive"].trainer) == ("nvfp4", "bf16")
-    assert (quant["qat"].rollout, quant["qat"].trainer) == ("nvfp4", "qat")
+    assert (quant["naive"].rollout, quant["naive"].trainer) == ("fp4", "bf16")
+    assert (quant["qat"].rollout, quant["qat"].trainer) == ("fp4", "qat")
     full, compact = quant["trace-full"], quant["trace-compact"]
     assert (full.trainer, full.guide, full.guide_layers) == ("trace", "codes", "all")
     assert (compact.guide, compact.guide_layers) == ("mantissa", "latter_half")

@@ -38,34 +38,34 @@ REFUSED = {
         "quant.trainer=bf16",
     ),
     "nothing to quantise": (
-        {"quant": {"experts": False, "kv": False}},
-        "config.quant: got experts and kv off",
+        {"quant": {"weights": None, "acts": None, "kv": None, "trainer": "qat"}},
+        "config.quant: got no format",
         "quant.rollout=bf16",
     ),
-    "guided hidden values of experts that are off": (
-        {"quant": {"experts": False, "guide_hidden": True}},
+    "guided hidden values of activations that stay in high precision": (
+        {"quant": {"acts": None, "guide_hidden": True}},
         "config.quant.guide_hidden: got True",
-        "quant.experts=true",
+        "quant.acts=nvfp4",
     ),
-    "width off the block": (
-        {"model": {"width": 100}},
-        "config.model.width: got 100",
-        "multiple of 16, the NVFP4 block. Fix: model.width=112, or quant.experts=false",
+    "guided where only weights are quantised": (
+        {"quant": {"acts": None, "kv": None}},
+        "config.quant.trainer: got trace with acts and kv off",
+        "quant.trainer=qat",
     ),
-    "ffn off the block": (
-        {"model": {"expert_ffn": 72}},
-        "config.model.expert_ffn: got 72",
-        "model.expert_ffn=80",
+    "a format that is not there": (
+        {"quant": {"acts": "fp5"}},
+        "config.quant.acts: format: got 'fp5'",
+        "nvfp4",
     ),
-    "head off the block": (
-        {"model": {"head_dim": 24}},
-        "config.model.head_dim: got 24",
-        "model.head_dim=32, or quant.kv=false",
+    "an option that a format does not have": (
+        {"quant": {"kv": "nvfp4:globalrule=one"}},
+        "config.quant.kv: format nvfp4: got 'globalrule=one'",
+        "global_rule",
     ),
-    "block in a quantised trainer alone": (
-        {"model": {"width": 100}, "quant": {"rollout": "bf16", "trainer": "qat"}},
-        "config.model.width: got 100",
-        "model.width=112",
+    "a value that an option does not take": (
+        {"quant": {"weights": "nvfp4:global_rule=max"}},
+        "config.quant.weights: nvfp4: global_rule: got max",
+        "amax",
     ),
     "a group of one": (
         {"rollout": {"group_size": 1}},
@@ -186,8 +186,10 @@ def test_config_refuses_contradictions(case):
 
 
 ACCEPTED = {
-    "any width when experts are off": {"model": {"width": 100}, "quant": {"experts": False}},
-    "any head when the cache is off": {"model": {"head_dim": 24}, "quant": {"kv": False}},
+    "widths that are no whole number of blocks": {
+        "model": {"width": 100, "head_dim": 24, "expert_ffn": 17}
+    },
+    "weights alone": {"quant": {"acts": None, "kv": None, "trainer": "qat"}},
     "any shape when nothing is quantised": {
         "model": {"width": 100, "head_dim": 10, "expert_ffn": 3},
         "quant": {"rollout": "bf16", "trainer": "bf16", "keep_first": 4},
@@ -221,10 +223,8 @@ def test_rollout_section_alone_serves_evaluation():
 
 CHOICES = [
     (cfg.Model, "compute_dtype", "float32"),
-    (cfg.Quant, "rollout", "nvfp4"),
+    (cfg.Quant, "rollout", "fp4"),
     (cfg.Quant, "trainer", "trace"),
-    (cfg.Quant, "act_global", "pow2"),
-    (cfg.Quant, "kv_global", "amax"),
     (cfg.Quant, "guide", "mantissa"),
     (cfg.Data, "overlong", "drop"),
     (cfg.Optim, "schedule", "cosine"),

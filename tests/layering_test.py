@@ -13,7 +13,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # of one rank do not see each other: they meet in `types`. The longest matching entry counts.
 RANKS: list[tuple[str, ...]] = [
     ("checks", "interrupt", "progress"),
-    ("config_checks", "formats", "guidance.record", "manifest", "rundir", "sharding"),
+    ("formats", "guidance.record", "manifest", "rundir", "sharding"),
+    ("config_checks",),
     ("config", "types"),
     ("checkpoint", "data", "guidance", "metrics", "overrides", "reward", "rl"),
     ("plots", "qat", "summary"),

@@ -9,8 +9,9 @@ import pytest
 
 from trace_jax import config as cfg
 from trace_jax import policy
-from trace_jax.guidance.record import Guidance, GuidanceSpec
+from trace_jax.guidance.record import Guidance
 from trace_jax.models import transformer
+from trace_jax.qat import plan as qat_plan
 from trace_jax.types import Batch
 
 MODEL = cfg.Model(width=32, layers=2, heads=2, kv_heads=1, head_dim=16, experts=5, expert_ffn=16)
@@ -55,7 +56,7 @@ def evaluate(quant, batch):
 
 
 def spec(**changes):
-    right = GuidanceSpec(kind="codes", layers=(0, 1), sites=("expert_in", "k", "v"))
+    right = qat_plan.guidance_spec(cfg.Quant(), 2)
     return dataclasses.replace(right, **changes)
 
 
@@ -68,7 +69,13 @@ def test_a_rollout_without_guidance_is_refused_by_a_guided_trainer():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"layers": (1,)}, {"layers": (0, 1, 2)}, {"kind": "mantissa"}, {"sites": ("k", "v")}],
+    [
+        {"layers": (1,)},
+        {"layers": (0, 1, 2)},
+        {"kind": "mantissa"},
+        {"sites": ("k", "v")},
+        {"formats": ("mxfp4", "nvfp4", "nvfp4")},
+    ],
 )
 @pytest.mark.parametrize("trainer", ["trace", "qat"])
 def test_guidance_that_is_not_what_this_run_records_is_refused(trainer, changes):

@@ -17,8 +17,8 @@ from trace_jax.rundir import read_run
 
 MODES: dict[str, dict[str, Any]] = {
     "bf16": {"rollout": "bf16", "trainer": "bf16"},
-    "naive": {"rollout": "nvfp4", "trainer": "bf16"},
-    "qat": {"rollout": "nvfp4", "trainer": "qat"},
+    "naive": {"rollout": "fp4", "trainer": "bf16"},
+    "qat": {"rollout": "fp4", "trainer": "qat"},
     "trace-full": {"trainer": "trace", "guide": "codes", "guide_layers": "all"},
     "trace-mantissa": {"trainer": "trace", "guide": "mantissa", "guide_layers": "all"},
     "trace-compact": {"trainer": "trace", "guide": "mantissa", "guide_layers": "latter_half"},

@@ -35,12 +35,11 @@ class Model:
 class Quant:
     """What runs in FP4 on each side, and what of the rollout's rounding the trainer is told."""
 
-    rollout: str = "nvfp4"  # "bf16" | "nvfp4": experts W4A4 and KV cache of the sampler
+    rollout: str = "fp4"  # "bf16" | "fp4": whether the sampler uses the formats below
     trainer: str = "trace"  # "bf16" | "qat" (rounds on its own) | "trace" (guided by the rollout)
-    experts: bool = True  # quantise routed-expert weights and activations
-    kv: bool = True  # quantise the KV cache
-    act_global: str = "amax"  # global scale of an activation row: "amax" | "pow2" | "one"
-    kv_global: str = "one"  # global scale of a K or V head vector: "amax" | "pow2" | "one"
+    weights: str | None = "nvfp4"  # format of routed-expert weights, one global scale a matrix
+    acts: str | None = "nvfp4"  # of the inputs of both expert matmuls, one global scale a token
+    kv: str | None = "nvfp4:global_rule=one"  # of the KV cache, per token and head
     keep_first: int = 0  # layers at the start whose experts and KV stay in high precision
     keep_last: int = 0  # the same at the end
     guide: str = "codes"  # "codes" (4 bits a value) | "mantissa" (1 bit a value)

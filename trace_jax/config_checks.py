@@ -11,10 +11,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast, get_args, get_origin
 
+from trace_jax import formats
 from trace_jax.checks import require
-
-NVFP4_BLOCK = 16  # values that share one scale; what is quantised comes in whole blocks
-GLOBAL_SCALES = ("amax", "pow2", "one")
 
 
 def is_a(value: object, annotation: object) -> bool:
@@ -112,10 +110,8 @@ def quant(section: Any) -> None:
         section,
         "config.quant",
         choices={
-            "rollout": ("bf16", "nvfp4"),
+            "rollout": ("bf16", "fp4"),
             "trainer": ("bf16", "qat", "trace"),
-            "act_global": GLOBAL_SCALES,
-            "kv_global": GLOBAL_SCALES,
             "guide": ("codes", "mantissa"),
         },
         least={"keep_first": 0, "keep_last": 0},
@@ -125,21 +121,36 @@ def quant(section: Any) -> None:
         "config.quant.trainer",
         "trace with rollout bf16",
         "a quantised rollout to be guided by",
-        "quant.rollout=nvfp4, or quant.trainer=bf16",
+        "quant.rollout=fp4, or quant.trainer=bf16",
     )
+    chosen = {name: getattr(section, name) for name in ("weights", "acts", "kv")}
+    for name, text in chosen.items():
+        try:
+            if text is not None:
+                formats.get(text)
+        except ValueError as error:  # says what is wrong with the text; add where it stands
+            raise ValueError(f"config.quant.{name}: {error}") from error
     require(
-        not section.quantised or section.experts or section.kv,
+        not section.quantised or any(chosen.values()),
         "config.quant",
-        f"experts and kv off with rollout {section.rollout} and trainer {section.trainer}",
+        f"no format with rollout {section.rollout} and trainer {section.trainer}",
         "something to quantise",
-        "turn one on, or set quant.rollout=bf16 and quant.trainer=bf16",
+        "set weights, acts or kv, or quant.rollout=bf16 and quant.trainer=bf16",
+    )
+    guiding = section.acts is not None or section.kv is not None
+    require(
+        guiding or section.trainer != "trace",
+        "config.quant.trainer",
+        "trace with acts and kv off",
+        "activations or a KV cache whose rounding can be guided; weights need none",
+        "quant.trainer=qat, or set quant.acts or quant.kv",
     )
     require(
-        section.experts or not section.guide_hidden,
+        section.acts is not None or not section.guide_hidden,
         "config.quant.guide_hidden",
-        "True with experts off",
-        "quantised experts: it guides the input of their second matmul",
-        "quant.guide_hidden=false, or quant.experts=true",
+        "True with acts off",
+        "quantised expert inputs: it guides the input of their second matmul",
+        "quant.guide_hidden=false, or quant.acts=nvfp4",
     )
     _guide_layers(section.guide_layers)
 
@@ -279,7 +290,6 @@ def config(section: Any) -> None:
     _check_sampling(section.rollout)
     _check_batch(section.data, section.rollout, section.optim)
     if section.quant.quantised:
-        _check_blocks(section.model, section.quant)
         _check_layers(section.model, section.quant)
 
 
@@ -320,22 +330,6 @@ def _check_batch(data: Any, rollout: Any, optim: Any) -> None:
         f"a divisor of prompts_per_step * group_size / minibatches ({update})",
         f"optim.micro_batch={largest}",
     )
-
-
-def _check_blocks(model: Any, quant: Any) -> None:
-    """What is quantised comes in whole blocks."""
-    fields = ("width", "expert_ffn") if quant.experts else ()
-    for name in (*fields, "head_dim") if quant.kv else fields:
-        value = getattr(model, name)
-        up = math.ceil(value / NVFP4_BLOCK) * NVFP4_BLOCK
-        off = "quant.kv=false" if name == "head_dim" else "quant.experts=false"
-        require(
-            value % NVFP4_BLOCK == 0,
-            f"config.model.{name}",
-            value,
-            f"a multiple of {NVFP4_BLOCK}, the NVFP4 block",
-            f"model.{name}={up}, or {off}",
-        )
 
 
 def _check_layers(model: Any, quant: Any) -> None:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax import config as cfg
 from trace_jax.checks import require
+from trace_jax.formats import Format
 from trace_jax.guidance.record import SiteRecord
 from trace_jax.models import attention, moe, transformer
 from trace_jax.models.grouped_matmul import Dispatch, gather_rows, grouped_matmul
@@ -145,9 +146,9 @@ class _Layer:
         return scan_body
 
     def attend(self, q, k, v, records, counts):
-        if self.plan.kv:
-            k = self.site("k", k, records, counts, self.quant.kv_global)
-            v = self.site("v", v, records, counts, self.quant.kv_global)
+        if self.plan.kv is not None:
+            k = self.site("k", k, records, counts, self.plan.kv)
+            v = self.site("v", v, records, counts, self.plan.kv)
         S = q.shape[1]
         causal = jnp.broadcast_to(jnp.tril(jnp.ones((1, S, S), bool)), (q.shape[0], S, S))
         return attention.attend(q, k, v, causal)
@@ -155,23 +156,24 @@ class _Layer:
     def experts(self, params, x, routes, gates, records, counts):
         routes = jnp.where(self.valid_BS[..., None], routes, -1)
         w_gate_up, w_down = params.gate_up[...], params.down[...]
-        if self.plan.experts:
-            x = self.site("expert_in", x, records, counts, self.quant.act_global)
-            w_gate_up = sites.quantize_weight(w_gate_up, x.dtype)
-            w_down = sites.quantize_weight(w_down, x.dtype)
+        if self.plan.acts is not None:
+            x = self.site("expert_in", x, records, counts, self.plan.acts)
+        if self.plan.weights is not None:
+            w_gate_up = sites.quantize_weight(w_gate_up, self.plan.weights, x.dtype)
+            w_down = sites.quantize_weight(w_down, self.plan.weights, x.dtype)
         x_MD = x.reshape(-1, x.shape[-1])
 
         def gate_up(d: Dispatch) -> Array:
             return grouped_matmul(gather_rows(x_MD, d), w_gate_up.astype(x.dtype), d)
 
         def down(h_NbF: Array, d: Dispatch) -> Array:
-            if self.plan.experts:
-                h_NbF = self.hidden_site(h_NbF, d, records, counts)
+            if self.plan.acts is not None:
+                h_NbF = self.hidden_site(h_NbF, d, records, counts, self.plan.acts)
             return grouped_matmul(h_NbF, w_down.astype(x.dtype), d)
 
         return moe.expert_mlp(routes, gates, self.model.experts, gate_up, down)
 
-    def hidden_site(self, h_NbF, dispatch: Dispatch, records, counts):
+    def hidden_site(self, h_NbF, dispatch: Dispatch, records, counts, format: Format):
         """The hidden rows sit in the blocked layout, so the record (B, S, X, ...) goes there."""
         rows, valid = records, jnp.zeros(h_NbF.shape[:2], bool)
         if records is not None and "expert_hidden" in records:
@@ -182,9 +184,9 @@ class _Layer:
                 return gather_rows(a.reshape(pairs, a.shape[-1]), dispatch, per_pair=True)
 
             rows = {"expert_hidden": jax.tree.map(to_rows, records["expert_hidden"])}
-        return self.site("expert_hidden", h_NbF, rows, counts, self.quant.act_global, valid)
+        return self.site("expert_hidden", h_NbF, rows, counts, format, valid)
 
-    def site(self, name: str, x, records, counts, rule: str, valid=None):
+    def site(self, name: str, x, records, counts, format: Format, valid=None):
         """Quantises at one site, guided or not, and adds its counts."""
         record: SiteRecord | None = None if records is None else records.get(name)
         if valid is None:
@@ -194,14 +196,14 @@ class _Layer:
             x,
             record,
             valid,
-            rule=rule,
-            kind=self.quant.guide,
+            sites.Site(format=format, kind=self.quant.guide),
             guided=self.quant.trainer == "trace",
         )
-        if stats is not None:
+        counts[f"quant/coded/{name}"] = stats.coded
+        counts[f"quant/nonfinite_blocks/{name}"] = stats.nonfinite
+        if record is not None:
             compared = "agreement" if self.quant.guide == "codes" else "bit_agreement"
             counts[f"guide/{compared}/{name}"] = stats.agreement
             counts[f"quant/code_flip_rate/{name}"] = stats.flips
             counts[f"guide/scale_equal/{name}"] = stats.scale_equal
-            counts[f"quant/nonfinite_blocks/{name}"] = stats.nonfinite
         return y

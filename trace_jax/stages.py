@@ -206,7 +206,7 @@ def _rollout_metrics(
         recorded = health.record_bytes(records) / processed
         metrics["guide/bytes_per_token"] = recorded if followed else 0.0
         spec = qat_plan.guidance_spec(config.quant, config.model.layers)
-        expected = qat_plan.bytes_per_token(spec, config.model, config.quant)
+        expected = qat_plan.bytes_per_token(spec, config.model)
         assert abs(recorded - expected) < 1e-6, (recorded, expected)
     return metrics
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from trace_jax import config as cfg
-from trace_jax.formats import e2m1
+from trace_jax.formats import Format, e2m1
 from trace_jax.qat import plan as qat_plan
 from trace_jax.qat import sites
 from trace_jax.types import Params
@@ -43,9 +43,9 @@ def make_sync(model: cfg.Model, quant: cfg.Quant) -> Callable[[Params, int], Sam
         for segment in segments:
             rows = slice(segment.start, segment.stop)
             stack = jax.tree.map(lambda a, rows=rows: a[rows], layers)
-            if segment.plan.experts:
+            if segment.plan.weights is not None:
                 for name in ("gate_up", "down"):
-                    stack["moe"][name] = pack_weight(experts[name][rows])
+                    stack["moe"][name] = pack_weight(experts[name][rows], segment.plan.weights)
             stacks.append(stack)
         return {**out, "segments": tuple(stacks)}
 
@@ -63,7 +63,10 @@ def _cast(dtype: Any, path: Any, leaf: jax.Array) -> jax.Array:
     return copied if path[-1].key in _FLOAT32_LEAVES else copied.astype(dtype)
 
 
-def pack_weight(w: jax.Array) -> dict[str, jax.Array]:
-    """Packed codes (..., O, K/2), scale bytes (..., O, K/16), global scale (..., 1, 1)."""
-    codes, scales, global_ = sites.weight_codes(w)
-    return {"codes": e2m1.pack(codes), "scales": scales, "global": global_}
+def pack_weight(w: jax.Array, format: Format) -> dict[str, jax.Array]:
+    """Packed codes (..., O, K/2), scale bytes (..., O, S), global scale (..., 1, 1), 1 if none."""
+    codes, scales, global_ = sites.weight_codes(w, format)
+    if global_ is None:
+        global_ = jnp.ones((*w.shape[:-2], 1, 1), jnp.float32)
+    packed = e2m1.pack(codes) if format.element.BITS == 4 else codes
+    return {"codes": packed, "scales": scales, "global": global_}

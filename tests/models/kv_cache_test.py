@@ -3,9 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from trace_jax import formats
 from trace_jax.models import kv_cache
 from trace_jax.qat import sites
 
+NVFP4 = formats.get("nvfp4")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -30,13 +32,14 @@ def values_by_hand(site) -> np.ndarray:
 @pytest.mark.parametrize("rule", ["one", "amax", "pow2"])
 def test_the_cache_holds_what_the_trainer_fake_quantises(rule):
     x = vectors(2, 3, 2, 32)
+    format = formats.get("nvfp4", global_rule=rule)
 
     @jax.jit
     def both(x):
-        stored = kv_cache.encode(x, rule)
+        stored = kv_cache.encode(x, format)
         valid = jnp.ones(x.shape[:-1], bool)
-        trained, _ = sites.quantize_site(x, None, valid, rule=rule, kind="codes", guided=False)
-        return stored, kv_cache.decode(stored, jnp.float32), trained
+        trained, _ = sites.quantize_site(x, None, valid, sites.Site(format=format), guided=False)
+        return stored, kv_cache.decode(stored, format, x.shape[-1], jnp.float32), trained
 
     stored, decoded, trained = both(x)
     np.testing.assert_array_equal(decoded, trained)
@@ -51,14 +54,14 @@ def test_the_cache_holds_what_the_trainer_fake_quantises(rule):
 def test_a_cache_that_is_not_quantised_keeps_the_values():
     x = vectors(1, 2, 1, 16)
     assert kv_cache.encode(x, None) is x
-    np.testing.assert_array_equal(kv_cache.decode(x, jnp.bfloat16), x.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(kv_cache.decode(x, None, 16, jnp.bfloat16), x.astype(jnp.bfloat16))
 
 
 def test_mantissa_guidance_is_the_lowest_bit_of_each_code():
-    site = jax.jit(kv_cache.encode, static_argnums=1)(vectors(3, 2, 1, 32), "amax")
+    site = jax.jit(kv_cache.encode, static_argnums=1)(vectors(3, 2, 1, 32), NVFP4)
     cache = {"k": site}
-    assert kv_cache.record(cache, "codes") is cache
-    kept = jax.jit(kv_cache.record, static_argnums=1)(cache, "mantissa")["k"]
+    assert kv_cache.record(cache, NVFP4, "codes") is cache
+    kept = jax.jit(kv_cache.record, static_argnums=(1, 2))(cache, NVFP4, "mantissa")["k"]
     bytes_ = np.asarray(site.bits)
     bits = np.stack([bytes_ & 1, (bytes_ >> 4) & 1], axis=-1).reshape(3, 2, 1, 32)
     np.testing.assert_array_equal(kept.bits, np.packbits(bits, axis=-1, bitorder="little"))

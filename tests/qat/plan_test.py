@@ -3,13 +3,15 @@
 import pytest
 
 from trace_jax import config as cfg
+from trace_jax import formats
 from trace_jax.guidance.record import GuidanceSpec
 from trace_jax.qat import plan
 
 # Qwen3.5-35B-A3B, as far as guidance sees it; its full-attention layers are 10 of the 40.
 PAPER = {"width": 2048, "kv_heads": 2, "head_dim": 256, "heads": 16, "experts": 256}
 QWEN = cfg.Model(layers=40, experts_per_token=8, expert_ffn=512, **PAPER)
-ONE = {"act_global": "one", "kv_global": "one"}
+ONE = {"acts": "nvfp4:global_rule=one", "kv": "nvfp4:global_rule=one"}
+NVFP4, KV = formats.get("nvfp4"), formats.get("nvfp4:global_rule=one")
 
 
 @pytest.mark.parametrize(
@@ -55,8 +57,9 @@ def test_parse_layers_refuses_what_it_cannot_name(text, need):
 
 def test_layers_kept_in_high_precision_are_neither_quantised_nor_recorded():
     plans = plan.layer_plans(cfg.Quant(keep_first=1, keep_last=2), 6)
-    assert [p.experts for p in plans] == [False, True, True, True, False, False]
-    assert [p.kv for p in plans] == [p.experts for p in plans] == [p.recorded for p in plans]
+    assert [p.acts is not None for p in plans] == [False, True, True, True, False, False]
+    for field in ("weights", "acts", "kv"):
+        assert [getattr(p, field) is not None for p in plans] == [p.recorded for p in plans]
 
 
 @pytest.mark.parametrize(
@@ -81,11 +84,13 @@ def test_a_guided_layer_outside_the_quantised_ones_is_refused():
         plan.layer_plans(cfg.Quant(keep_first=2, keep_last=2, guide_layers="1,3"), 8)
 
 
-def test_experts_and_kv_are_switched_apart():
-    (only_kv,) = plan.layer_plans(cfg.Quant(experts=False), 1)
-    (only_experts,) = plan.layer_plans(cfg.Quant(kv=False), 1)
-    assert only_kv == plan.LayerPlan(experts=False, kv=True, recorded=True)
-    assert only_experts == plan.LayerPlan(experts=True, kv=False, recorded=True)
+def test_weights_activations_and_kv_are_switched_apart():
+    (only_kv,) = plan.layer_plans(cfg.Quant(weights=None, acts=None), 1)
+    (only_experts,) = plan.layer_plans(cfg.Quant(kv=None), 1)
+    (only_weights,) = plan.layer_plans(cfg.Quant(acts=None, kv=None, trainer="qat"), 1)
+    assert only_kv == plan.LayerPlan(weights=None, acts=None, kv=KV, recorded=True)
+    assert only_experts == plan.LayerPlan(weights=NVFP4, acts=NVFP4, kv=None, recorded=True)
+    assert only_weights == plan.LayerPlan(weights=NVFP4, acts=None, kv=None, recorded=False)
 
 
 @pytest.mark.parametrize(
@@ -106,33 +111,36 @@ def test_segments_are_runs_of_one_plan(quant, want):
 
 def test_a_rollout_records_the_sites_it_quantises():
     assert plan.guidance_spec(cfg.Quant(), 2).sites == ("expert_in", "k", "v")
-    assert plan.guidance_spec(cfg.Quant(kv=False), 2).sites == ("expert_in",)
-    assert plan.guidance_spec(cfg.Quant(experts=False), 2).sites == ("k", "v")
+    assert plan.guidance_spec(cfg.Quant(kv=None), 2).sites == ("expert_in",)
+    assert plan.guidance_spec(cfg.Quant(weights=None, acts=None), 2).sites == ("k", "v")
     hidden = cfg.Quant(guide_hidden=True, guide="mantissa", guide_layers="1")
     want = GuidanceSpec(
-        kind="mantissa", layers=(1,), sites=("expert_in", "expert_hidden", "k", "v")
+        kind="mantissa",
+        layers=(1,),
+        sites=("expert_in", "expert_hidden", "k", "v"),
+        formats=("nvfp4", "nvfp4", "nvfp4:global_rule=one", "nvfp4:global_rule=one"),
     )
     assert plan.guidance_spec(hidden, 2) == want
 
 
-@pytest.mark.parametrize(("rollout", "trainer"), [("bf16", "bf16"), ("nvfp4", "bf16")])
+@pytest.mark.parametrize(("rollout", "trainer"), [("bf16", "bf16"), ("fp4", "bf16")])
 def test_nothing_is_recorded_if_a_side_runs_in_high_precision(rollout, trainer):
     quant = cfg.Quant(rollout=rollout, trainer=trainer)
     assert plan.guidance_spec(quant, 4) is None
-    assert plan.bytes_per_token(None, QWEN, quant) == 0
+    assert plan.bytes_per_token(None, QWEN) == 0
 
 
 @pytest.mark.parametrize(
     ("layers", "sites", "full", "compact"),
     [
-        (40, {"kv": False}, 46_080, 7_680),  # the expert input, in all MoE layers
-        (10, {"experts": False}, 5_760, 960),  # K and V, in the full-attention layers
+        (40, {"kv": None}, 46_080, 7_680),  # the expert input, in all MoE layers
+        (10, {"weights": None, "acts": None}, 5_760, 960),  # K and V, in the full-attention layers
     ],
 )
 def test_bytes_per_token_are_the_papers(layers, sites, full, compact):
     for want, guide, where in ((full, "codes", "all"), (compact, "mantissa", "latter_half")):
-        quant = cfg.Quant(guide=guide, guide_layers=where, **ONE, **sites)
-        assert plan.bytes_per_token(plan.guidance_spec(quant, layers), QWEN, quant) == want
+        quant = cfg.Quant(guide=guide, guide_layers=where, **{**ONE, **sites})
+        assert plan.bytes_per_token(plan.guidance_spec(quant, layers), QWEN) == want
 
 
 def test_the_two_sites_add_up_to_the_papers_50_and_8_kib():
@@ -145,7 +153,9 @@ def test_bytes_per_token_of_a_model_are_the_sum_over_layers_and_sites():
     quant = cfg.Quant(guide_hidden=True, **ONE)
     spec = plan.guidance_spec(quant, 3)
     expert_in, kv, hidden = 1024 + 128, 2 * 2 * (128 + 16), 8 * (256 + 32)
-    assert plan.bytes_per_token(spec, QWEN, quant) == 3 * (expert_in + kv + hidden)
-    own = cfg.Quant(guide_hidden=True, act_global="amax", kv_global="pow2")
+    assert plan.bytes_per_token(spec, QWEN) == 3 * (expert_in + kv + hidden)
+    own = cfg.Quant(guide_hidden=True, acts="nvfp4", kv="nvfp4:global_rule=pow2")
     globals_ = 4 * (1 + 8 + 2 + 2)  # float32: a token, 8 expert rows, 2 heads each of K and V
-    assert plan.bytes_per_token(spec, QWEN, own) == 3 * (expert_in + kv + hidden + globals_)
+    assert plan.bytes_per_token(plan.guidance_spec(own, 3), QWEN) == 3 * (
+        expert_in + kv + hidden + globals_
+    )

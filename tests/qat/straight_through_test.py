@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from trace_jax import formats
 from trace_jax.guidance.record import SiteRecord
 from trace_jax.qat import sites
+
+SITE = sites.Site(format=formats.get("nvfp4:global_rule=one"))
 
 DTYPES = [jnp.float32, jnp.bfloat16]
 
@@ -57,7 +60,7 @@ def site_inputs(dtype):
 
 
 def one(x, record, valid, guided=True):
-    return sites.quantize_site(x, record, valid, rule="one", kind="codes", guided=guided)[0]
+    return sites.quantize_site(x, record, valid, SITE, guided=guided)[0]
 
 
 def scanned(x, record, valid):

@@ -6,14 +6,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from trace_jax.formats import nvfp4
+from trace_jax import formats
 from trace_jax.qat import sites
 
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E4M3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
-quantize_weight = jax.jit(sites.quantize_weight, static_argnums=1)
-weight_codes = jax.jit(sites.weight_codes)
+NVFP4 = formats.get("nvfp4")
+
+
+def quantize_weight(w, dtype):
+    return jax.jit(sites.quantize_weight, static_argnums=(1, 2))(w, NVFP4, dtype)
+
+
+def weight_codes(w):
+    return jax.jit(sites.weight_codes, static_argnums=1)(w, NVFP4)
 
 
 def weights(seed=0, experts=3, rows=8, width=64):
@@ -55,7 +62,7 @@ def test_the_source_is_the_bf16_cast_of_the_master():
     codes, scales, global_ = weight_codes(w)
     for got, want in zip((codes, scales, global_), weight_codes(cast), strict=True):
         np.testing.assert_array_equal(got, want)
-    unrounded, _ = nvfp4.quantize_rows(w, global_)  # what quantising the master itself would give
+    unrounded, _ = NVFP4.quantize_rows(w, global_)  # what quantising the master itself would give
     assert 0 < np.mean(np.asarray(unrounded) != np.asarray(codes)) < 0.05
 
 
@@ -67,7 +74,7 @@ def test_gate_and_up_share_one_global_scale():
     peak = np.abs(w).max((1, 2)).astype(ml_dtypes.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(np.asarray(global_).reshape(-1), peak * np.float32(1 / 2688))
     assert global_.shape == (3, 1, 1)
-    steps = np.asarray(nvfp4.block_step(scales, global_))
+    steps = np.asarray(NVFP4.steps(scales, global_))
     ratio = steps[:, 4:] / steps[:, :4]
     np.testing.assert_allclose(ratio, np.full(ratio.shape, 4), rtol=2.0**-4)  # E4M3's half an ulp
 

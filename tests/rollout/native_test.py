@@ -1,15 +1,18 @@
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from trace_jax import weight_sync
+from trace_jax import formats, weight_sync
 from trace_jax.models import grouped_matmul as gm
 from trace_jax.qat import sites
 from trace_jax.rollout import native
 
+NVFP4 = formats.get("nvfp4")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 M, X, E, K, N = 9, 2, 3, 48, 20  # N outputs; three blocks of 16: no power of two (F39)
 
@@ -38,17 +41,23 @@ def operands(codes, scale_bytes):
 
 @functools.partial(jax.jit, static_argnums=2)
 def run(x, routes, rule, weight):
-    codes, scales, global_ = native.quantize_activations(x, rule)
+    params = types.SimpleNamespace(gate_up=nnx.Param(weight))
+    layer = native.Projections(NVFP4, formats.get("nvfp4", global_rule=rule), params)
     dispatch = gm.make_dispatch(routes, E)
-    rows = gm.gather_rows(native.operand(codes, scales), dispatch)
-    y = native.matmul(rows, gm.gather_rows(global_, dispatch), weight, dispatch)
+    y = layer.gate_up(x, dispatch)
+    codes, scales, global_ = layer.kept["expert_in"]
+    global_ = jnp.ones((len(x), 1)) if global_ is None else global_
     return (codes, scales, global_), gm.scatter_pairs(y, dispatch)
+
+
+def pack(w):
+    return jax.jit(weight_sync.pack_weight, static_argnums=1)(w, NVFP4)
 
 
 @pytest.mark.parametrize("rule", ["amax", "one"])
 def test_products_are_of_codes_and_block_scales_with_each_global_scale_applied_once(rule):
     x, w, routes = draw()
-    weight = jax.jit(weight_sync.pack_weight)(w)
+    weight = pack(w)
     (codes, scales, global_), got = run(x, jnp.asarray(routes), rule, weight)
     x_wide = operands(codes, scales).astype(np.float64)
     w_wide = operands(unpacked(weight["codes"]), weight["scales"]).astype(np.float64)
@@ -62,7 +71,7 @@ def test_products_are_of_codes_and_block_scales_with_each_global_scale_applied_o
 
 def test_products_are_near_those_of_what_was_quantised():
     x, w, routes = draw()
-    weight = jax.jit(weight_sync.pack_weight)(w)
+    weight = pack(w)
     _, got = run(x, jnp.asarray(routes), "amax", weight)
     want = np.einsum("mxok,mk->mxo", np.asarray(w)[routes], np.asarray(x))
     ratio = np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want)
@@ -72,8 +81,8 @@ def test_products_are_near_those_of_what_was_quantised():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_packed_weights_are_exactly_the_trainers_fake_quantised_weights(dtype):
     _, w, _ = draw()
-    weight = jax.jit(weight_sync.pack_weight)(w)
-    trained = jax.jit(sites.quantize_weight, static_argnums=1)(w, dtype)
+    weight = pack(w)
+    trained = jax.jit(sites.quantize_weight, static_argnums=(1, 2))(w, NVFP4, dtype)
     step = scale_values(weight["scales"]) * np.asarray(weight["global"])
     values = E2M1[unpacked(weight["codes"])] * np.repeat(step, 16, axis=-1)
     np.testing.assert_array_equal(np.asarray(trained), values.astype(dtype))
@@ -81,7 +90,6 @@ def test_packed_weights_are_exactly_the_trainers_fake_quantised_weights(dtype):
 
 def test_a_matrix_has_one_global_scale_whatever_the_other_experts_hold():
     _, w, _ = draw()
-    pack = jax.jit(weight_sync.pack_weight)
     alone = pack(w.at[1:].set(0))
     for name, leaf in pack(w).items():
         np.testing.assert_array_equal(leaf[0], alone[name][0])

@@ -13,8 +13,10 @@ from trace_jax.data import batching
 MODES = {
     "bf16": cfg.Quant(rollout="bf16", trainer="bf16"),
     "codes": cfg.Quant(),
-    "first layer kept": cfg.Quant(keep_first=1, act_global="pow2"),
-    "mantissa, hidden, amax": cfg.Quant(guide="mantissa", guide_hidden=True, kv_global="amax"),
+    "first layer kept": cfg.Quant(keep_first=1, acts="nvfp4:global_rule=pow2"),
+    "weights in high precision": cfg.Quant(weights=None),
+    "W4A16": cfg.Quant(acts=None),
+    "mantissa, hidden, amax": cfg.Quant(guide="mantissa", guide_hidden=True, kv="nvfp4"),
 }
 
 

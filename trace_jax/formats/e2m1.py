@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+BITS = 4
 MAX = 6.0
+_TINY = 2.0**-126  # a backend may flush what is smaller, so it counts as 0 on all of them
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _TIES_UP = (0.75, 1.75, 3.5)  # a tie goes to the even mantissa: the upper neighbour of these
 
@@ -21,7 +23,8 @@ def round_nearest(x: Float[Array, "*A"], step: Float[Array, "*#A"]) -> UInt8[Arr
     """Rounds x / step to the nearest E2M1 code, ties to even, saturating at 6.
 
     Math:    |code| = #{i : |x| > mid_i * step} with >= at the odd midpoints (0.75, 1.75, 3.5).
-    Args:    x: float32. step: float32, >= 0, broadcastable to x; where it is 0 the code is 0.
+    Args:    x: float32; below 2**-126 it counts as 0. step: float32, broadcastable to x; where it
+             is 0 or NaN the code is 0.
     Returns: uint8 codes 0..15, never 8 (minus zero is 0). NaN in x gives 0: detect it before.
     """
     magnitude = jnp.abs(x)
@@ -30,7 +33,8 @@ def round_nearest(x: Float[Array, "*A"], step: Float[Array, "*#A"]) -> UInt8[Arr
         bound = jnp.float32(midpoint) * step
         above = (magnitude >= bound) if midpoint in _TIES_UP else (magnitude > bound)
         code = code + above.astype(jnp.uint8)
-    code = jnp.where(step > 0, code, jnp.uint8(0))
+    active = (step > 0) & (magnitude >= jnp.float32(_TINY))
+    code = jnp.where(active, code, jnp.uint8(0))
     return with_sign(code, x < 0)
 
 
@@ -66,8 +70,8 @@ def bracket(
     """The two codewords around clip(x / step, -6, 6), as indices -7..7 (TRACE, BRACKET).
 
     Math:    lo = max{i : v_i * step <= x}, hi = min{i : v_i * step >= x}; equal if x is a codeword.
-    Args:    x: float32; below 2**-126 it counts as 0 on backends that flush subnormals.
-             step: float32 >= 0; where it is 0, both are 0.
+    Args:    x: float32; below 2**-126 it counts as 0.
+             step: float32 >= 0; where it is 0 or NaN, both are 0.
     Returns: (lo, hi), int8.
     """
     magnitude = jnp.abs(x)
@@ -76,7 +80,7 @@ def bracket(
     for below, value in itertools.pairwise(MAGNITUDES):
         floor = floor + (magnitude >= jnp.float32(value) * step).astype(jnp.int8)
         ceil = ceil + (magnitude > jnp.float32(below) * step).astype(jnp.int8)
-    active = step > 0
+    active = (step > 0) & (magnitude >= jnp.float32(_TINY))
     floor, ceil = jnp.where(active, floor, jnp.int8(0)), jnp.where(active, ceil, jnp.int8(0))
     negative = x < 0
     return jnp.where(negative, -ceil, floor), jnp.where(negative, -floor, ceil)

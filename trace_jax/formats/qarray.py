@@ -2,15 +2,15 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from trace_jax.checks import require
-from trace_jax.formats import e2m1, nvfp4
-
-FORMATS = ("nvfp4",)
+from trace_jax.formats import e2m1, registry
+from trace_jax.formats.base import Format
 
 
 @jax.tree_util.register_dataclass
@@ -18,32 +18,40 @@ FORMATS = ("nvfp4",)
 class QArray:
     """A block-quantised array. The following hold:
 
-    * `codes` is uint8, 0..15, of the shape of the source; code 8 (minus zero) never occurs;
-    * `scales` is float8_e4m3fn with the source's shape but `axis` divided by the block length,
-      finite and >= 0 for finite input; a block that held NaN or Inf has a NaN scale and decodes to
-      NaN;
-    * `global_scale` is float32 in the decode convention, of the source's rank, 1 where shared;
-    * value = e2m1(code) * fl(scale * global_scale), in float32;
-    * quantising the values again with the same global scale gives the same codes and scales
-      wherever the block's largest code is 6, which holds unless the scale is subnormal.
+    * `codes` is uint8, of the shape of the source, 0..15 for 4-bit elements; minus zero never
+      occurs;
+    * `scales` has one entry per block along `axis` (the last block may be partly padding), in the
+      format's one-byte dtype, finite and >= 0 for finite input; a block that held NaN or Inf has a
+      NaN scale and decodes to NaN;
+    * `global_scale` is float32 in the decode convention, of the source's rank with 1 where shared,
+      or None for formats (and options) without one;
+    * value = element(code) * step, step = fl(scale * global_scale), in float32;
+    * quantising the values again with the same global scale gives the same values.
     """
 
     codes: UInt8[Array, "*A"]
-    scales: Float[Array, "*S"]
-    global_scale: Float[Array, "*G"]
-    format: str = dataclasses.field(metadata={"static": True})
+    scales: Array
+    global_scale: Float[Array, "*G"] | None
+    format: Format = dataclasses.field(metadata={"static": True})
     axis: int = dataclasses.field(metadata={"static": True})
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Array:
         """The values, rounded once from float32 to `dtype`."""
-        codes, scales = self._rows(self.codes), self._rows(self.scales)
+        codes, scales = self.format.pad(self._rows(self.codes)), self._rows(self.scales)
+        global_ = None if self.global_scale is None else self._rows(self.global_scale)
         scale_bytes = jax.lax.bitcast_convert_type(scales, jnp.uint8)
-        value = nvfp4.dequantize_rows(codes, scale_bytes, self._rows(self.global_scale))
+        value = self.format.dequantize_rows(codes, scale_bytes, global_)
+        value = value[..., : self.codes.shape[self.axis]]
         return jnp.moveaxis(value, -1, self.axis).astype(dtype)
 
     def packed(self) -> UInt8[Array, "*P"]:
-        """Two codes a byte along `axis`, low nibble = even index."""
-        return jnp.moveaxis(e2m1.pack(self._rows(self.codes)), -1, self.axis)
+        """Two 4-bit codes a byte along `axis`, low nibble = even index; an odd width gets a 0."""
+        rows = self._rows(self.codes)
+        if self.format.element.BITS == 8:
+            return self.codes
+        if rows.shape[-1] % 2:
+            rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, 1)])
+        return jnp.moveaxis(e2m1.pack(rows), -1, self.axis)
 
     def _rows(self, a: Array) -> Array:
         return jnp.moveaxis(a, self.axis, -1)
@@ -51,24 +59,23 @@ class QArray:
 
 def quantize(
     x: Float[Array, "*A"],
-    format: str,
+    format: str | Format,
     axis: int = -1,
     *,
-    global_rule: str = "amax",
     global_axes: str | Sequence[int] = "tensor",
+    **options: Any,
 ) -> QArray:
-    """Quantises `x` block by block along `axis`.
+    """Quantises `x` block by block along `axis`, which may have any length.
 
-    Math:    see `formats/nvfp4.py`.
-    Args:    x: any float dtype; arithmetic is float32. format: "nvfp4".
-             global_rule: "amax" (amax/2688), "pow2" (next power of two), or "one".
+    Math:    see the format's module.
+    Args:    x: any float dtype; arithmetic is float32. format: a name ("nvfp4"), a name with
+             options ("nvfp4:global_rule=one"), or a `Format`; further options by keyword.
              global_axes: axes that share one global scale: "tensor" (all), "row" (`axis` only: one
              per token), or a list of axes, which must contain `axis`.
     Returns: a `QArray`.
-    Raises:  ValueError for an unknown format, rule or axis, or a length that is no multiple of the
-             block.
+    Raises:  ValueError for an unknown format, option or axis.
     """
-    require(format in FORMATS, "quantize: format", format, f"one of {list(FORMATS)}")
+    chosen = registry.get(format, **options)
     axis = _axis("axis", axis, x.ndim)
     if isinstance(global_axes, str):
         choices = {"tensor": tuple(range(x.ndim)), "row": (axis,)}
@@ -82,15 +89,15 @@ def quantize(
             axis in shared, "quantize: global_axes", global_axes, f"axes containing axis {axis}"
         )
     x = x.astype(jnp.float32)
-    amax = jnp.max(jnp.abs(x), axis=shared, keepdims=True)
-    global_ = nvfp4.global_scale(amax, global_rule)
-    rows, global_rows = jnp.moveaxis(x, axis, -1), jnp.moveaxis(global_, axis, -1)
-    codes, scale_bytes = nvfp4.quantize_rows(rows, global_rows)
+    global_ = chosen.global_scale(jnp.max(jnp.abs(x), axis=shared, keepdims=True))
+    global_rows = None if global_ is None else jnp.moveaxis(global_, axis, -1)
+    codes, scale_bytes = chosen.quantize_rows(chosen.pad(jnp.moveaxis(x, axis, -1)), global_rows)
+    scales = jax.lax.bitcast_convert_type(scale_bytes, chosen.scale_dtype)
     return QArray(
-        codes=jnp.moveaxis(codes, -1, axis),
-        scales=jnp.moveaxis(jax.lax.bitcast_convert_type(scale_bytes, jnp.float8_e4m3fn), -1, axis),
+        codes=jnp.moveaxis(codes[..., : x.shape[axis]], -1, axis),
+        scales=jnp.moveaxis(scales, -1, axis),
         global_scale=global_,
-        format=format,
+        format=chosen,
         axis=axis,
     )
 

@@ -1,4 +1,4 @@
-"""The KV cache of the sampler: NVFP4 codes and scales (as written after RoPE), or high precision.
+"""The KV cache of the sampler: codes and scales (as written after RoPE), or high precision.
 
 A cache is a dict {"k": ..., "v": ...} of leaves (L, B, C, J, ...), C slots a sequence; a quantised
 one holds `SiteRecord`s, so that the cache itself is the guidance record of K and V.
@@ -10,37 +10,37 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from trace_jax.formats import e2m1, nvfp4
+from trace_jax.formats import Format
 from trace_jax.guidance import codec
 from trace_jax.guidance.record import SiteRecord
+from trace_jax.qat.sites import own_rounding
 
 
-def encode(x: Float[Array, "*A K"], rule: str | None) -> Any:
-    """What the cache stores for K or V vectors: packed NVFP4, or x itself if `rule` is None."""
-    if rule is None:
+def encode(x: Float[Array, "*A K"], format: Format | None) -> Any:
+    """What the cache stores for K or V vectors: packed codes, or x itself without a format."""
+    if format is None:
         return x
-    x = x.astype(jnp.float32)
-    global_ = nvfp4.global_scale(jnp.max(jnp.abs(x), axis=-1, keepdims=True), rule)
-    codes, scales = nvfp4.quantize_rows(x, global_)
-    return codec.encode(codes, scales, None if rule == "one" else global_, "codes")
+    codes, scales, global_ = own_rounding(format.pad(x.astype(jnp.float32)), format)
+    return codec.encode(codes, scales, global_, format=format, kind="codes")
 
 
-def decode(stored: Any, dtype: Any) -> Float[Array, "*A K"]:
-    """The values attention sees, in the compute dtype."""
-    if not isinstance(stored, SiteRecord):
+def decode(stored: Any, format: Format | None, width: int, dtype: Any) -> Float[Array, "*A K"]:
+    """The values attention sees, in the compute dtype; `width` is the length of a head."""
+    if format is None:
         return stored.astype(dtype)
-    codes, step = codec.decode(stored, "codes")
-    return (e2m1.decode(codes) * nvfp4.spread(step)).astype(dtype)
+    kept = codec.decode(stored, format=format, kind="codes")
+    value = format.element.decode(kept.values) * format.spread(kept.steps)
+    return value[..., :width].astype(dtype)
 
 
-def record(cache: Any, kind: str) -> Any:
+def record(cache: Any, format: Format, kind: str) -> Any:
     """A quantised cache as guidance: the codes as they are, or only one mantissa bit of each."""
     if kind == "codes":
         return cache
 
     def mantissa(site: SiteRecord) -> SiteRecord:
-        bits = e2m1.pack_bits(e2m1.unpack(site.bits) & 1)
-        return SiteRecord(bits=bits, scales=site.scales, global_scale=site.global_scale)
+        codes = codec.decode(site, format=format, kind="codes").values
+        return codec.encode(codes, site.scales, site.global_scale, format=format, kind=kind)
 
     return {name: mantissa(site) for name, site in cache.items()}
 

@@ -5,17 +5,22 @@ import itertools
 import re
 
 from trace_jax import config as cfg
+from trace_jax import formats
 from trace_jax.checks import require
+from trace_jax.formats import Format
 from trace_jax.guidance import codec
 from trace_jax.guidance.record import GuidanceSpec
+
+_FORMATS = ("weights", "acts", "kv")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerPlan:
     """What happens in one layer; layers with equal plans are scanned together."""
 
-    experts: bool  # routed experts W4A4
-    kv: bool  # KV cache in FP4
+    weights: Format | None  # of routed-expert weights
+    acts: Format | None  # of the inputs of both expert matmuls
+    kv: Format | None  # of the KV cache
     recorded: bool  # the rollout's rounding is kept for this layer
 
 
@@ -60,8 +65,10 @@ def layer_plans(quant: cfg.Quant, layers: int) -> tuple[LayerPlan, ...]:
     plans = []
     for i in range(layers):
         inside = first <= i < stop
-        experts, kv = quant.experts and inside, quant.kv and inside
-        plans.append(LayerPlan(experts=experts, kv=kv, recorded=(experts or kv) and i in kept))
+        chosen = {name: getattr(quant, name) if inside else None for name in _FORMATS}
+        used = {name: None if text is None else formats.get(text) for name, text in chosen.items()}
+        guidable = used["acts"] is not None or used["kv"] is not None
+        plans.append(LayerPlan(**used, recorded=guidable and i in kept))
     return tuple(plans)
 
 
@@ -82,7 +89,7 @@ def side_segments(quant: cfg.Quant, layers: int, precision: str) -> tuple[Segmen
     """
     plans = layer_plans(quant, layers)
     if precision == "bf16":
-        plans = (LayerPlan(experts=False, kv=False, recorded=False),) * layers
+        plans = (LayerPlan(weights=None, acts=None, kv=None, recorded=False),) * layers
     return segments(plans)
 
 
@@ -91,23 +98,28 @@ def guidance_spec(quant: cfg.Quant, layers: int) -> GuidanceSpec | None:
     recorded = tuple(i for i, p in enumerate(layer_plans(quant, layers)) if p.recorded)
     if quant.rollout == "bf16" or quant.trainer == "bf16" or not recorded:
         return None
-    sites = ("expert_in",) if quant.experts else ()
-    sites += ("expert_hidden",) if quant.experts and quant.guide_hidden else ()
-    sites += ("k", "v") if quant.kv else ()
-    return GuidanceSpec(kind=quant.guide, layers=recorded, sites=sites)
+    sites = {"expert_in": quant.acts, "expert_hidden": quant.acts, "k": quant.kv, "v": quant.kv}
+    if not quant.guide_hidden:
+        del sites["expert_hidden"]
+    named = {site: formats.spell(formats.get(text)) for site, text in sites.items() if text}
+    return GuidanceSpec(
+        kind=quant.guide, layers=recorded, sites=tuple(named), formats=tuple(named.values())
+    )
 
 
-def bytes_per_token(spec: GuidanceSpec | None, model: cfg.Model, quant: cfg.Quant) -> int:
+def bytes_per_token(spec: GuidanceSpec | None, model: cfg.Model) -> int:
     """Guidance bytes a token costs, from the configuration alone (trace.md, bytes per token)."""
     if spec is None:
         return 0
-    act, kv = int(quant.act_global != "one"), int(quant.kv_global != "one")
-    head_values = model.kv_heads * model.head_dim
-    cost = {
-        "expert_in": codec.site_bytes(model.width, spec.kind, act),
-        "expert_hidden": model.experts_per_token
-        * codec.site_bytes(model.expert_ffn, spec.kind, act),
-        "k": codec.site_bytes(head_values, spec.kind, model.kv_heads * kv),
-        "v": codec.site_bytes(head_values, spec.kind, model.kv_heads * kv),
+    rows = {  # vectors with scales of their own, and their length
+        "expert_in": (1, model.width),
+        "expert_hidden": (model.experts_per_token, model.expert_ffn),
+        "k": (model.kv_heads, model.head_dim),
+        "v": (model.kv_heads, model.head_dim),
     }
-    return len(spec.layers) * sum(cost[site] for site in spec.sites)
+    total = 0
+    for site, text in zip(spec.sites, spec.formats, strict=True):
+        count, length = rows[site]
+        format = formats.get(text)
+        total += codec.site_bytes(count * length, format=format, kind=spec.kind, rows=count)
+    return len(spec.layers) * total

@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt8
 
-from trace_jax.formats import e2m1, nvfp4
+from trace_jax.checks import require
+from trace_jax.formats import Format
 from trace_jax.guidance import codec
 from trace_jax.guidance.record import SiteRecord
 from trace_jax.types import Mean
+
+STE = ("plain", "clipped")
 
 
 @jax.tree_util.register_dataclass
@@ -21,10 +24,23 @@ from trace_jax.types import Mean
 class SiteStats:
     """Undivided counts of one site over valid tokens."""
 
-    agreement: Mean  # codes (or mantissa bits) equal to the rollout's
-    flips: Mean  # codes that plain rounding on the rollout's scale would have rounded differently
-    scale_equal: Mean  # E4M3 scale bytes that the trainer alone would have chosen equally
-    nonfinite: Mean  # blocks with NaN or Inf in the trainer's input
+    coded: Mean  # values with a code other than zero: none means nothing was really quantised
+    nonfinite: Mean  # spans with NaN or Inf in the input
+    agreement: Mean | None = None  # codes (or mantissa bits) equal to the rollout's
+    flips: Mean | None = None  # codes that plain rounding on the rollout's step would have changed
+    scale_equal: Mean | None = None  # scale bytes that this side alone would have chosen equally
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Site:
+    """The static facts of one site; hashable."""
+
+    format: Format
+    kind: str = "codes"  # of the guidance: "codes" | "mantissa"
+    ste: str = "plain"  # "plain": the gradient passes; "clipped": not where the value saturated
+
+    def __post_init__(self) -> None:
+        require(self.ste in STE, "qat: ste", self.ste, f"one of {list(STE)}")
 
 
 @jax.custom_vjp
@@ -40,20 +56,30 @@ straight_through.defvjp(
 )
 
 
-def own_rounding(
-    x: Float[Array, "*A K"], rule: str
-) -> tuple[UInt8[Array, "*A K"], UInt8[Array, "*A N"], Float[Array, "*A N"]]:
-    """Plain rounding of each row: (codes, scale bytes, steps), one global scale a row."""
-    global_ = nvfp4.global_scale(jnp.max(jnp.abs(x), axis=-1, keepdims=True), rule)
-    codes, scales = nvfp4.quantize_rows(x, global_)
-    return codes, scales, nvfp4.block_step(scales, global_)
+@jax.custom_vjp
+def masked_straight_through(
+    x: Float[Array, "*A"], value: Float[Array, "*A"], passes: Bool[Array, "*A"]
+) -> Float[Array, "*A"]:
+    """Like `straight_through`, but no gradient where `passes` is False."""
+    del x, passes
+    return value
+
+
+masked_straight_through.defvjp(
+    lambda x, value, passes: (value, (passes, jnp.zeros((0,), x.dtype))),
+    lambda saved, g: (
+        jnp.where(saved[0], g, 0).astype(saved[1].dtype),
+        jnp.zeros_like(g),
+        None,
+    ),
+)
 
 
 def guided_codes(
     x: Float[Array, "*A K"],
     recorded: UInt8[Array, "*A K"],
-    step: Float[Array, "*A N"],
-    kind: str,
+    step: Float[Array, "*A K"],
+    site: Site,
 ) -> UInt8[Array, "*A K"]:
     """Rounds x to the bracket member that guidance points at (BRACKET, RECONSTRUCT).
 
@@ -62,12 +88,70 @@ def guided_codes(
              "mantissa": the member with the recorded mantissa bit.
     Returns: uint8 codes.
     """
-    low, high = e2m1.bracket(x, nvfp4.spread(step))
-    if kind == "codes":
-        chosen = jnp.clip(e2m1.index(recorded), low, high)
+    element = site.format.element
+    low, high = element.bracket(x, step)
+    if site.kind == "codes":
+        chosen = jnp.clip(element.index(recorded), low, high)
     else:
         chosen = jnp.where((low & 1).astype(jnp.uint8) == recorded, low, high)
-    return e2m1.from_index(chosen)
+    return element.from_index(chosen)
+
+
+def quantize_site(
+    x: Float[Array, "*A K"],
+    record: SiteRecord | None,
+    valid: Bool[Array, "*A"],
+    site: Site,
+    *,
+    guided: bool,
+) -> tuple[Float[Array, "*A K"], SiteStats]:
+    """Fake-quantises `x` along its last axis, each row with its own global scale.
+
+    Args:    x: compute dtype; K of any length (rows are padded to whole blocks inside).
+             record: the rollout's outcomes, or None where nothing was recorded.
+             valid: False where a token is padding and has no record (it rounds plainly).
+             guided: follow the record; otherwise it is only compared with.
+    Returns: the value in the dtype of x, and the counts.
+    """
+    format, width = site.format, x.shape[-1]
+    exact = format.pad(jax.lax.stop_gradient(x).astype(jnp.float32))
+    codes, own_scales, own_global = own_rounding(exact, format)
+    step = format.spread(format.steps(own_scales, own_global))
+    finite = jnp.isfinite(step)
+    compared: dict[str, Mean] = {}
+    if record is not None:
+        outcome = codec.decode(record, format=format, kind=site.kind)
+        recorded, recorded_step = outcome.values, format.spread(outcome.steps)
+        plain = format.element.round_nearest(exact, recorded_step)
+        if guided:
+            followed = guided_codes(exact, recorded, recorded_step, site)
+            here = valid[..., None]
+            codes = jnp.where(here, followed, codes)
+            # a span that is not finite here stays NaN: guidance must not hide it
+            step = jnp.where(here & finite, recorded_step, step)
+        kept = (lambda c: c) if site.kind == "codes" else (lambda c: c & 1)
+        compared["agreement"] = _count((kept(codes) == recorded)[..., :width], valid)
+        compared["flips"] = _count((kept(plain) != recorded)[..., :width], valid)
+        compared["scale_equal"] = _count(own_scales == record.scales, valid)
+    value = (format.element.decode(codes) * step)[..., :width].astype(x.dtype)
+    value = jax.lax.stop_gradient(value)
+    stats = SiteStats(
+        coded=_count((codes != 0)[..., :width], valid),
+        nonfinite=_count(~finite[..., :width], valid),
+        **compared,
+    )
+    if site.ste == "plain":
+        return straight_through(x, value), stats
+    largest = jnp.float32(format.element.MAX) * step
+    return masked_straight_through(x, value, (jnp.abs(exact) <= largest)[..., :width]), stats
+
+
+def own_rounding(
+    x: Float[Array, "*A K"], format: Format
+) -> tuple[UInt8[Array, "*A K"], UInt8[Array, "*A S"], Float[Array, "*A 1"] | None]:
+    """Plain rounding of each float32 row: (codes, scale bytes, global scale of each row)."""
+    global_ = format.row_global(x)
+    return *format.quantize_rows(x, global_), global_
 
 
 def _count(flag: Bool[Array, "*A K"], valid: Bool[Array, "*A"]) -> Mean:
@@ -76,71 +160,29 @@ def _count(flag: Bool[Array, "*A K"], valid: Bool[Array, "*A"]) -> Mean:
     return Mean(total=total, count=count)
 
 
-def quantize_site(
-    x: Float[Array, "*A K"],
-    record: SiteRecord | None,
-    valid: Bool[Array, "*A"],
-    *,
-    rule: str,
-    kind: str,
-    guided: bool,
-) -> tuple[Float[Array, "*A K"], SiteStats | None]:
-    """Fake-quantises `x` along its last axis, in NVFP4 with one global scale a row.
-
-    Args:    x: compute dtype. record: the rollout's outcomes, or None where nothing was recorded.
-             valid: False where a token is padding and has no record (it rounds plainly).
-             rule: global-scale rule for plain rounding. kind: "codes" | "mantissa".
-             guided: follow the record; otherwise it is only compared with.
-    Returns: the value in the dtype of x, and the counts if there is a record.
-    """
-    exact = jax.lax.stop_gradient(x).astype(jnp.float32)
-    codes, own_scales, step = own_rounding(exact, rule)
-    stats = None
-    if record is not None:
-        recorded, recorded_step = codec.decode(record, kind)
-        here = valid[..., None]
-        finite = jnp.isfinite(step)
-        on_record = e2m1.round_nearest(exact, nvfp4.spread(recorded_step))
-        if guided:
-            followed = guided_codes(exact, recorded, recorded_step, kind)
-            codes = jnp.where(here, followed, codes)
-            # a block that is not finite here stays NaN: guidance must not hide it
-            step = jnp.where(here & finite, recorded_step, step)
-        compared = codes if kind == "codes" else codes & 1
-        plain = on_record if kind == "codes" else on_record & 1
-        stats = SiteStats(
-            agreement=_count(compared == recorded, valid),
-            flips=_count(plain != recorded, valid),
-            scale_equal=_count(own_scales == record.scales, valid),
-            nonfinite=_count(~finite, valid),
-        )
-    value = (e2m1.decode(codes) * nvfp4.spread(step)).astype(x.dtype)
-    return straight_through(x, jax.lax.stop_gradient(value)), stats
-
-
 def quantize_weight(
-    w: Float[Array, "*A O K"], dtype: jax.typing.DTypeLike
+    w: Float[Array, "*A O K"],
+    format: Format,
+    dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "*A O K"]:
     """Fake-quantises weights along K; one global scale per matrix (its last two axes).
 
     The source precision is the BF16 cast of the master weight, as on the rollout's side.
     """
-    codes, scales, global_ = weight_codes(jax.lax.stop_gradient(w))
-    value = nvfp4.dequantize_rows(codes, scales, global_).astype(dtype)
+    codes, scales, global_ = weight_codes(jax.lax.stop_gradient(w), format)
+    value = format.dequantize_rows(codes, scales, global_)[..., : w.shape[-1]].astype(dtype)
     return straight_through(w.astype(dtype), jax.lax.stop_gradient(value))
 
 
 def weight_codes(
-    w: Float[Array, "*A O K"],
-) -> tuple[UInt8[Array, "*A O K"], UInt8[Array, "*A O N"], Float[Array, "*A 1 1"]]:
-    """(codes, scale bytes, global scale (*A,1,1)) of master weights: the one way to quantise them.
+    w: Float[Array, "*A O K"], format: Format
+) -> tuple[UInt8[Array, "*A O Kp"], UInt8[Array, "*A O S"], Float[Array, "*A 1 1"] | None]:
+    """(codes, scale bytes, global scale) of master weights: the one way to quantise them.
 
     The source is the value in BF16 whatever the master's dtype: trainer and sampler must not
     quantise two precisions. `reduce_precision` says so explicitly; XLA:GPU may drop a cast to BF16
-    and back.
+    and back. Codes have whole blocks: Kp is K padded.
     """
     source = jax.lax.reduce_precision(w.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
-    amax = jnp.max(jnp.abs(source), axis=(-2, -1), keepdims=True)
-    global_ = nvfp4.global_scale(amax, "amax")
-    codes, scales = nvfp4.quantize_rows(source, global_)
-    return codes, scales, global_
+    global_ = format.global_scale(jnp.max(jnp.abs(source), axis=(-2, -1), keepdims=True))
+    return *format.quantize_rows(format.pad(source), global_), global_

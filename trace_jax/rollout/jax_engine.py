@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from trace_jax import config as cfg
 from trace_jax.checks import require
+from trace_jax.formats import Format
 from trace_jax.guidance import codec
 from trace_jax.guidance.record import GuidanceSpec, SiteRecord
 from trace_jax.models import attention, kv_cache, moe, transformer
@@ -148,7 +149,9 @@ class _Core:
         spec = self.spec
         if spec is None or "k" not in spec.sites:
             return ()
-        return tuple(kv_cache.record(cache, spec.kind) for cache in self.recorded(caches))
+        formats = self.recorded(tuple(segment.plan.kv for segment in self.segments))
+        pairs = zip(self.recorded(caches), formats, strict=True)
+        return tuple(kv_cache.record(cache, format, spec.kind) for cache, format in pairs)
 
     def start(self, caches, records, first, idle_B) -> Decoded:
         """State after the first token was sampled from the prompt's logits."""
@@ -196,12 +199,11 @@ class _Core:
         x = transformer.embed_tokens(params, tokens_PT, jnp.dtype(self.model.compute_dtype))
         caches, routes, records = [], [], []
         for segment, stack in zip(self.segments, params["segments"], strict=True):
-            rule = self.quant.kv_global if segment.plan.kv else None
+            format = segment.plan.kv
 
-            def attend(q, k, v, rule=rule):
-                stored = {"k": kv_cache.encode(k, rule), "v": kv_cache.encode(v, rule)}
-                seen = [kv_cache.decode(stored[name], q.dtype) for name in ("k", "v")]
-                return attention.attend(q, seen[0], seen[1], visible), stored
+            def attend(q, k, v, format=format):
+                stored = {"k": kv_cache.encode(k, format), "v": kv_cache.encode(v, format)}
+                return attention.attend(q, *self.seen(stored, format, q.dtype), visible), stored
 
             def body(x, layer, segment=segment, attend=attend):
                 experts = partial(self.experts, segment.plan, valid_PT)
@@ -228,18 +230,16 @@ class _Core:
         x = transformer.embed_tokens(params, state.token_B[:, None], dtype)
         caches, routes, records = list(state.caches), list(state.routes), list(state.records)
         for i, (segment, stack) in enumerate(zip(self.segments, params["segments"], strict=True)):
-            rule = self.quant.kv_global if segment.plan.kv else None
 
-            def body(carry, xs, rule=rule, segment=segment):
+            def body(carry, xs, format=segment.plan.kv, segment=segment):
                 x, cache = carry
                 layer, index = xs
 
                 def attend(q, k, v):
-                    new = {"k": kv_cache.encode(k, rule), "v": kv_cache.encode(v, rule)}
+                    new = {"k": kv_cache.encode(k, format), "v": kv_cache.encode(v, format)}
                     grown = kv_cache.write(cache, index, slot_B, new)
-                    here = kv_cache.read(grown, index)
-                    seen = [kv_cache.decode(here[name], q.dtype) for name in ("k", "v")]
-                    return attention.attend(q, seen[0], seen[1], visible), grown
+                    seen = self.seen(kv_cache.read(grown, index), format, q.dtype)
+                    return attention.attend(q, *seen, visible), grown
 
                 experts = partial(self.experts, segment.plan, active_B[:, None])
                 x, (_, ids, cache, record) = view(layer)(x, slot_B[:, None], attend, experts)
@@ -265,33 +265,37 @@ class _Core:
             records=tuple(records),
         )
 
+    def seen(self, stored: Any, format: Format | None, dtype: Any) -> tuple[Array, Array]:
+        """K and V as attention reads them back from the cache."""
+        width = self.model.head_dim
+        k, v = (kv_cache.decode(stored[name], format, width, dtype) for name in ("k", "v"))
+        return k, v
+
     def experts(self, plan: qat_plan.LayerPlan, valid_BT, params, x_BTD, routes, gates):
         """The routed experts in native FP4, and the record of their input where it is kept."""
         B, T, D = x_BTD.shape
         routes = jnp.where(valid_BT[..., None], routes, -1)
-        rule, layout = self.quant.act_global, {}
-        gate_up, down, kept = native.make_projections(
-            x_BTD.reshape(B * T, D), params, plan.experts, rule
-        )
+        x_MD, layout = x_BTD.reshape(B * T, D), {}
+        projections = native.Projections(plan.weights, plan.acts, params)
 
-        def down_keeping_layout(h, d):
+        def down(h, d):
             layout["dispatch"] = d
-            return down(h, d)
+            return projections.down(h, d)
 
-        y = moe.expert_mlp(routes, gates, self.model.experts, gate_up, down_keeping_layout)
+        gate_up = partial(projections.gate_up, x_MD)
+        y = moe.expert_mlp(routes, gates, self.model.experts, gate_up, down)
         records: dict[str, SiteRecord] = {}
         spec = self.spec
-        if spec is None or not plan.recorded or not plan.experts:
+        if spec is None or not plan.recorded or plan.acts is None:
             return y, records
+        kept = projections.kept
         if "expert_hidden" in spec.sites:
             hidden = native.to_pairs(kept["expert_hidden"], layout["dispatch"])
             kept["expert_hidden"] = jax.tree.map(lambda a: a.reshape(B, T, *a.shape[1:]), hidden)
         kept["expert_in"] = jax.tree.map(lambda a: a.reshape(B, T, -1), kept["expert_in"])
         for name in ("expert_in", "expert_hidden"):
             if name in spec.sites:
-                codes, scales, global_ = kept[name]
-                global_ = None if rule == "one" else global_
-                records[name] = codec.encode(codes, scales, global_, spec.kind)
+                records[name] = codec.encode(*kept[name], format=plan.acts, kind=spec.kind)
         return y, records
 
 

@@ -2,10 +2,10 @@
 
     y[m, o] = (g_x[m] * g_w) * sum_blocks sum_k (q_x * s_x) (q_w * s_w)    accumulated in float32
 
-A code times its E4M3 block scale has at most six significant bits, so operands and products are
-exact in float32 and only the accumulation rounds; the global scales are applied once, at the end.
-The trainer instead multiplies BF16 values of code * scale * global, as the paper does: that
-difference is the one which guided rounding has to bridge.
+A code times its block scale has few significant bits (at most six for NVFP4), so operands and
+products are exact in float32 and only the accumulation rounds; the global scales are applied once,
+at the end. The trainer instead multiplies BF16 values of code * scale * global, as the paper does:
+that difference is the one which guided rounding has to bridge.
 """
 
 from typing import Any
@@ -14,69 +14,74 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from trace_jax.formats import e2m1, nvfp4
+from trace_jax.formats import Format, e2m1
 from trace_jax.models.grouped_matmul import (
     Dispatch,
     gather_rows,
     grouped_matmul,
     scatter_pairs,
 )
+from trace_jax.qat import sites
+
+Quantised = tuple[Array, Array, Array | None]  # codes, scale bytes, global scale of each row
 
 
-def operand(codes: UInt8[Array, "*A K"], scales: UInt8[Array, "*A N"]) -> Float[Array, "*A K"]:
+def operand(
+    codes: UInt8[Array, "*A K"], scales: UInt8[Array, "*A S"], format: Format
+) -> Float[Array, "*A K"]:
     """code * block scale, exact in float32; the global scale stays out."""
-    return e2m1.decode(codes) * nvfp4.spread(nvfp4.scale_value(scales))
+    return format.dequantize_rows(codes, scales, None)
 
 
-def quantize_activations(
-    x: Float[Array, "*A K"], rule: str
-) -> tuple[UInt8[Array, "*A K"], UInt8[Array, "*A N"], Float[Array, "*A 1"]]:
-    """Codes, scale bytes and global scale of each row."""
-    x = x.astype(jnp.float32)
-    global_ = nvfp4.global_scale(jnp.max(jnp.abs(x), axis=-1, keepdims=True), rule)
-    codes, scales = nvfp4.quantize_rows(x, global_)
-    return codes, scales, global_
+def weight_operand(weight: dict[str, Any], format: Format) -> Float[Array, "*A K"]:
+    """The same of packed expert weights; K is padded to whole blocks."""
+    codes = e2m1.unpack(weight["codes"]) if format.element.BITS == 4 else weight["codes"]
+    return operand(codes, weight["scales"], format)
 
 
-def matmul(
-    rows_NbK: Float[Array, "N b K"],
-    row_global_Nb1: Float[Array, "N b 1"],
-    weight: dict[str, Any],
-    dispatch: Dispatch,
-) -> Float[Array, "N b O"]:
-    """Block-scaled product of quantised rows and packed expert weights, float32."""
-    w_EOK = operand(e2m1.unpack(weight["codes"]), weight["scales"])
-    total = grouped_matmul(rows_NbK, w_EOK, dispatch)
-    return total * (row_global_Nb1 * weight["global"][dispatch.expert_N])
+class Projections:
+    """The two expert projections of one layer of the sampler; `kept` is what they recorded.
 
-
-def make_projections(
-    x_MD: Float[Array, "M D"], moe_params: Any, quantised: bool, rule: str
-) -> tuple[Any, Any, dict[str, Any]]:
-    """The two expert projections of the sampler, and what they recorded.
-
-    Returns: (gate_up, down, kept); `kept` has the codes, scales and global scale of "expert_in" at
-             once, and those of "expert_hidden" (in the blocked layout) after `down` has run.
+    Either side of a matmul may stay in the compute dtype (no format), for W4A16.
     """
-    dtype, kept = x_MD.dtype, {}
-    gate_up_w, down_w = moe_params.gate_up.get_value(), moe_params.down.get_value()
-    if not quantised:
-        plain_in = lambda d: grouped_matmul(gather_rows(x_MD, d), gate_up_w, d)  # noqa: E731
-        return plain_in, lambda h, d: grouped_matmul(h, down_w, d), kept
-    kept["expert_in"] = quantize_activations(x_MD, rule)
-    codes, scales, global_ = kept["expert_in"]
-    x_operand = operand(codes, scales)
 
-    def gate_up(d: Dispatch) -> Array:
-        y = matmul(gather_rows(x_operand, d), gather_rows(global_, d), gate_up_w, d)
-        return y.astype(dtype)
+    def __init__(self, weights: Format | None, acts: Format | None, params: Any):
+        self.weights, self.acts, self.params = weights, acts, params
+        self.kept: dict[str, Quantised] = {}
 
-    def down(h_NbF: Array, d: Dispatch) -> Array:
-        kept["expert_hidden"] = quantize_activations(h_NbF, rule)
-        h_codes, h_scales, h_global = kept["expert_hidden"]
-        return matmul(operand(h_codes, h_scales), h_global, down_w, d).astype(dtype)
+    def gate_up(self, x_MD: Float[Array, "M D"], d: Dispatch) -> Float[Array, "N b O"]:
+        """From tokens to the rows of their experts."""
+        rows_MD, global_ = self._quantised("expert_in", x_MD)
+        weight = self.params.gate_up.get_value()
+        if global_ is not None:
+            global_ = gather_rows(global_, d)
+        return self._matmul(gather_rows(rows_MD, d), global_, weight, d).astype(x_MD.dtype)
 
-    return gate_up, down, kept
+    def down(self, h_NbF: Float[Array, "N b F"], d: Dispatch) -> Float[Array, "N b D"]:
+        """From hidden rows back to the width of the model."""
+        rows, global_ = self._quantised("expert_hidden", h_NbF)
+        return self._matmul(rows, global_, self.params.down.get_value(), d).astype(h_NbF.dtype)
+
+    def _quantised(self, site: str, x: Array) -> tuple[Array, Array | None]:
+        """The operand and the global scale of each row."""
+        if self.acts is None:
+            return x, None
+        rows = self.acts.pad(x.astype(jnp.float32))
+        codes, scales, global_ = sites.own_rounding(rows, self.acts)
+        self.kept[site] = (codes, scales, global_)
+        return operand(codes, scales, self.acts)[..., : x.shape[-1]], global_
+
+    def _matmul(self, rows: Array, global_: Array | None, weight: Any, d: Dispatch) -> Array:
+        """Accumulates in float32; all global scales come last."""
+        if self.weights is None and self.acts is None:
+            return grouped_matmul(rows, weight, d)
+        if self.weights is None:
+            total = grouped_matmul(rows, weight.astype(jnp.float32), d)
+            return total if global_ is None else total * global_
+        w_EOK = weight_operand(weight, self.weights)[..., : rows.shape[-1]]
+        scale = weight["global"][d.expert_N]
+        total = grouped_matmul(rows.astype(jnp.float32), w_EOK, d)
+        return total * (scale if global_ is None else global_ * scale)
 
 
 def to_pairs(kept: Any, dispatch: Dispatch) -> Any:
