@@ -18,7 +18,6 @@ from trace_jax.update import (
     make_optimizer,
     make_schedule,
     make_train_step,
-    stack_micro_batches,
 )
 
 VOCAB, TOKENS = 5, 10
@@ -109,8 +108,8 @@ def test_train_step_does_not_depend_on_the_micro_batch_split(loss_fn, split):
     """F46: with lengths 1 and 9, a mean per micro-batch weighs a token of the short one 9 times."""
     batch = make_batch([1, 9, 2, 0])
     step = make_train_step(loss_fn, optax.sgd(1.0))
-    want, whole = sgd_gradient(step, stack_micro_batches([batch]))
-    got, parts = sgd_gradient(step, stack_micro_batches([rows(batch, p) for p in SPLITS[split]]))
+    want, whole = sgd_gradient(step, [batch])
+    got, parts = sgd_gradient(step, [rows(batch, p) for p in SPLITS[split]])
     for key in want:
         np.testing.assert_allclose(got[key], want[key], rtol=1e-5, atol=1e-6)
         assert np.abs(want[key]).max() > 1e-2
@@ -123,7 +122,7 @@ def test_train_step_applies_the_gradient_of_the_token_mean():
     """Oracle: softmax minus one-hot, summed over the 10 trained tokens by loops, over 10."""
     batch = make_batch([1, 9])
     step = make_train_step(warm_loss, optax.sgd(1.0))
-    got, metrics = sgd_gradient(step, stack_micro_batches([rows(batch, [0]), rows(batch, [1])]))
+    got, metrics = sgd_gradient(step, [rows(batch, [0]), rows(batch, [1])])
     table, want, loss = np.asarray(make_params()["table"], np.float64), np.zeros((5, 5)), 0.0
     for b, length in enumerate([1, 9]):
         for s in range(length):
@@ -151,10 +150,7 @@ def test_train_step_compiles_once_for_one_shape():
 
     tx = make_optimizer(Optim(schedule="cosine", warmup_steps=2), steps=10)
     step, state = make_train_step(counted, tx), init_state(make_params(), tx)
-    batches = [
-        stack_micro_batches([make_batch([1, 9], seed=s), make_batch([3, 4], seed=s + 9)])
-        for s in range(3)
-    ]
+    batches = [[make_batch([1, 9], seed=s), make_batch([3, 4], seed=s + 9)] for s in range(3)]
     seen = []
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
@@ -173,12 +169,12 @@ def test_a_non_finite_gradient_leaves_parameters_and_optimizer_alone(poison):
     tx = make_optimizer(Optim(), steps=10)
     step = make_train_step(rl_loss, tx)
     good = make_batch([3, 4])
-    state, _ = step(init_state(make_params(), tx), stack_micro_batches([good]))
+    state, _ = step(init_state(make_params(), tx), [good])
     before = jax.tree.map(np.array, (state.params, state.opt_state))
 
     advantages = good.advantages_B.copy()
     advantages[1] = poison
-    bad = stack_micro_batches([dataclasses.replace(good, advantages_B=advantages)])
+    bad = [dataclasses.replace(good, advantages_B=advantages)]
     state, metrics = step(state, bad)
     for got, want in zip(
         jax.tree.leaves((state.params, state.opt_state)),
@@ -190,7 +186,7 @@ def test_a_non_finite_gradient_leaves_parameters_and_optimizer_alone(poison):
     assert not math.isfinite(metrics["update/grad_norm"].value)
     assert int(state.step) == 2
 
-    state, metrics = step(state, stack_micro_batches([good]))  # and training goes on
+    state, metrics = step(state, [good])  # and training goes on
     assert metrics["update/skipped"].value == 0
     assert np.abs(np.asarray(state.params["table"]) - before[0]["table"]).max() > 0
 
@@ -199,9 +195,9 @@ def test_a_fully_masked_batch_is_skipped_without_nan():
     """Weight decay and momentum would move the parameters even with a zero gradient."""
     tx = make_optimizer(Optim(weight_decay=0.1), steps=10)
     step = make_train_step(rl_loss, tx)
-    state, _ = step(init_state(make_params(), tx), stack_micro_batches([make_batch([3, 4])]))
+    state, _ = step(init_state(make_params(), tx), [make_batch([3, 4])])
     before = jax.tree.map(np.array, (state.params, state.opt_state))
-    state, metrics = step(state, stack_micro_batches([make_batch([0, 0])]))
+    state, metrics = step(state, [make_batch([0, 0])])
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), before)
     assert metrics["update/skipped"].value == 1
     assert all(math.isfinite(metric.value) for metric in metrics.values())
@@ -214,7 +210,7 @@ def test_the_state_is_donated_so_a_reference_must_be_a_copy():
     params = make_params()
     alias, copy = params, jax.tree.map(jnp.copy, params)
     wanted = np.array(params["table"])
-    state, _ = step(init_state(params, tx), stack_micro_batches([make_batch([3, 4])]))
+    state, _ = step(init_state(params, tx), [make_batch([3, 4])])
     with pytest.raises(RuntimeError, match="deleted"):
         np.asarray(alias["table"])
     np.testing.assert_array_equal(copy["table"], wanted)
@@ -224,7 +220,7 @@ def test_the_state_is_donated_so_a_reference_must_be_a_copy():
 def test_grad_norm_is_reported_before_clipping_and_the_update_is_clipped():
     tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
     step = make_train_step(warm_loss, tx)
-    _, metrics = step(init_state(make_params(), tx), stack_micro_batches([make_batch([3, 4])]))
+    _, metrics = step(init_state(make_params(), tx), [make_batch([3, 4])])
     assert metrics["update/grad_norm"].value > 0.1
     assert metrics["update/update_norm"].value == pytest.approx(1e-3, rel=1e-5)
 
@@ -274,33 +270,41 @@ def test_schedule_survives_a_run_without_steps():
     assert float(make_schedule(Optim(schedule="cosine"), steps=0)(jnp.int32(0))) > 0
 
 
-def test_stack_micro_batches_puts_the_new_axis_first():
-    parts = [make_batch([3, 4], seed=0), make_batch([5, 6], seed=1)]
-    stacked = stack_micro_batches(parts)
-    assert stacked.tokens_BT.shape == (2, 2, TOKENS)
-    assert stacked.routes_LBSX.shape == (2, 3, 2, TOKENS - 1, 2)
-    assert stacked.guidance.sites["k"].bits.shape == (2, 2, 2, TOKENS - 1, 8)
-    assert stacked.guidance.spec == parts[0].guidance.spec
-    assert stacked.reference_logprobs_BS is None
-    np.testing.assert_array_equal(stacked.advantages_B[1], parts[1].advantages_B)
-    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(stacked))
-
-
-def test_stack_micro_batches_refuses_what_does_not_stack():
+def test_train_step_refuses_micro_batches_of_different_makes():
     batch = make_batch([3, 4])
+    step = make_train_step(warm_loss, optax.sgd(1.0))
+
+    def start():
+        return init_state(make_params(), optax.sgd(1.0))
+
     with pytest.raises(ValueError, match="at least one micro-batch"):
-        stack_micro_batches([])
+        step(start(), [])
     with pytest.raises(ValueError, match="Pad to one shape bucket"):
-        stack_micro_batches([batch, make_batch([3])])
+        step(start(), [batch, make_batch([3])])
     with pytest.raises(ValueError, match="Same fields in each"):
-        stack_micro_batches([batch, dataclasses.replace(batch, guidance=None)])
+        step(start(), [batch, dataclasses.replace(batch, guidance=None)])
+
+
+def test_train_step_takes_micro_batches_one_by_one():
+    """A generator: the next one is made after the one before has been handed over."""
+    made, seen = [], []
+
+    def micro_batches():
+        for seed in range(3):
+            made.append(len(seen))
+            yield make_batch([1, 2], seed=seed)
+            seen.append(seed)
+
+    step = make_train_step(warm_loss, optax.sgd(1.0))
+    _, metrics = step(init_state(make_params(), optax.sgd(1.0)), micro_batches())
+    assert made == [0, 1, 2] and metrics["update/tokens"].value == 9
 
 
 def test_warm_start_is_the_same_step_with_the_supervised_loss():
     """Twenty updates on one batch bring its cross-entropy well down."""
     tx = make_optimizer(Optim(learning_rate=0.1), steps=20)
     step, state = make_train_step(warm_loss, tx), init_state(make_params(), tx)
-    micro_batches = stack_micro_batches([make_batch([3, 4])])
+    micro_batches = [make_batch([3, 4])]
     losses = []
     for _ in range(20):
         state, metrics = step(state, micro_batches)

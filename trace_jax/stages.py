@@ -260,7 +260,7 @@ def train(stages: Stages, state: TrainState, batch: Batch, step: int):
     seed = zlib.crc32(f"minibatches/{stages.config.seed}/{step}".encode())
     totals: dict[str, Mean] = {}
     for part in batching.minibatches(batch, count=optim.minibatches, seed=seed):
-        micro = update.stack_micro_batches(list(batching.micro_batches(part, optim.micro_batch)))
+        micro = batching.micro_batches(part, optim.micro_batch)
         state, metrics = stages.policy_step(state, micro)
         metrics = jax.device_get(metrics)
         totals = _add(totals, metrics) if totals else metrics
@@ -270,8 +270,7 @@ def train(stages: Stages, state: TrainState, batch: Batch, step: int):
 def supervise(stages: Stages, state: TrainState, batch: Batch):
     """One supervised update."""
     size = min(stages.config.optim.micro_batch, len(batch.tokens_BT))
-    micro = update.stack_micro_batches(list(batching.micro_batches(batch, size)))
-    state, metrics = stages.supervised_step(state, micro)
+    state, metrics = stages.supervised_step(state, batching.micro_batches(batch, size))
     return state, {name: mean.value for name, mean in jax.device_get(metrics).items()}
 
 

@@ -1,6 +1,6 @@
 """One optimizer update: gradients summed over micro-batches, divided once, applied or refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,8 +15,9 @@ from trace_jax.config import Optim
 from trace_jax.types import Batch, Mean, Params, TrainState
 
 Metrics = dict[str, Mean]
-LossFn = Callable[[Params, Batch], tuple[Mean, Metrics]]
-StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Reported = tuple[Mean, Metrics]  # the loss and what else `loss_fn` counts, undivided
+LossFn = Callable[[Params, Batch], Reported]
+StepFn = Callable[[TrainState, Iterable[Batch]], tuple[TrainState, Metrics]]
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -72,46 +73,38 @@ def init_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params))
 
 
-def stack_micro_batches(batches: list[Batch]) -> Batch:
-    """Stacks batches of equal shapes on a new leading axis A, in front of every leaf's own axes.
-
-    So `tokens_BT` becomes (A, B, T) and `routes_LBSX` becomes (A, L, B, S, X). Host memory only.
-
-    Raises:  ValueError if there is no batch, or batches differ in what they hold or in shape.
-    """
-    where = "update.stack_micro_batches"
-    require(len(batches) > 0, where, 0, "at least one micro-batch")
-    flat = [jax.tree.flatten(batch) for batch in batches]
-    leaves, treedef = flat[0]
-    shapes = [np.shape(leaf) for leaf in leaves]
-    for other_leaves, other_treedef in flat[1:]:
-        require(other_treedef == treedef, where, other_treedef, treedef, "Same fields in each.")
-        other_shapes = [np.shape(leaf) for leaf in other_leaves]
-        require(other_shapes == shapes, where, other_shapes, shapes, "Pad to one shape bucket.")
-    stacked = [np.stack(parts) for parts in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return jax.tree.unflatten(treedef, stacked)
-
-
 def make_train_step(loss_fn: LossFn, tx: optax.GradientTransformation) -> StepFn:
-    """Builds the update once: (state, stacked micro-batches) -> (state, metrics).
+    """Builds the update once: (state, micro-batches) -> (state, metrics).
 
     Math:    g = sum_micro grad(loss.total) / sum_micro loss.count: the exact token-mean, whatever
              the split. If |g| is not finite, or nothing was trained (count 0), parameters and
              optimizer state stay as they are and `update/skipped` is 1.
     Args:    loss_fn: (params, micro-batch) -> (Mean, metrics), e.g. the policy with
              `rl.loss.policy_loss`, or with `supervised_loss` for the warm start.
-    Returns: a step, compiled once per shape. `state.step` advances even if the update was skipped,
-             so that a run never meets the same data twice. Metrics are those of `loss_fn` summed
-             over micro-batches, and `loss/total`, `update/grad_norm` (before clipping; NaN or
-             infinite exactly when that is why it was skipped), `update/update_norm`,
-             `update/tokens`, `update/skipped`.
+    Returns: a step, compiled once per shape and number of micro-batches. It takes the micro-batches
+             one by one, so that one of them (and its guidance) is on the device while the next is
+             fetched. `state.step` advances even if the update was skipped, so that a run never
+             meets the same data twice. Metrics are those of `loss_fn` summed over micro-batches,
+             and `loss/total`, `update/grad_norm` (before clipping; NaN or infinite exactly when
+             that is why it was skipped), `update/update_norm`, `update/tokens`, `update/skipped`.
+    Raises:  ValueError if there is no micro-batch, or they differ in what they hold or in shape.
     Note:    the state is donated: its buffers are gone after the call. Whoever keeps the same
              arrays elsewhere (a KL reference, an older version for the rollout) must keep a copy:
              `jax.tree.map(jnp.copy, params)`. JAX refuses a buffer that is both donated and read.
     """
 
-    def train_step(state: TrainState, leaves: list, treedef: Any) -> tuple[TrainState, Metrics]:
-        grads, loss, metrics = _token_mean_gradient(loss_fn, state.params, leaves, treedef)
+    def accumulate(grads: Params, params: Params, batch: Batch) -> tuple[Params, Reported]:
+        def scalar_loss(params):
+            loss, metrics = loss_fn(params, batch)
+            return loss.total, (loss, metrics)
+
+        (_, reported), new = jax.value_and_grad(scalar_loss, has_aux=True)(params)
+        return jax.tree.map(jnp.add, grads, new), reported
+
+    def apply(state: TrainState, grads: Params, reports: list[Reported]):
+        loss, metrics = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *reports)
+        scale = 1 / jnp.where(loss.count == 0, 1, loss.count)
+        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         grad_norm = optax.tree.norm(grads)
         applied = jnp.isfinite(grad_norm) & (loss.count > 0)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
@@ -134,35 +127,28 @@ def make_train_step(loss_fn: LossFn, tx: optax.GradientTransformation) -> StepFn
             opt_state=keep(opt_state, state.opt_state),
         ), metrics
 
-    jitted = jax.jit(train_step, donate_argnums=0, static_argnums=2)
+    start = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
+    accumulate_one = jax.jit(accumulate, donate_argnums=0)
+    apply_all = jax.jit(apply, donate_argnums=0)
 
-    def step(state: TrainState, micro_batches: Batch) -> tuple[TrainState, Metrics]:
-        # Stacked leaves have one axis more than `Batch` declares: they cross jit as a plain list.
-        leaves, treedef = jax.tree.flatten(micro_batches)
-        return jitted(state, leaves, treedef)
+    def step(state: TrainState, micro_batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
+        grads, reports, first = start(state.params), [], None
+        for batch in micro_batches:
+            first = batch if first is None else first
+            _check_alike(first, batch)
+            grads, reported = accumulate_one(grads, state.params, batch)
+            reports.append(reported)
+        require(len(reports) > 0, "update: micro-batches", 0, "at least one micro-batch")
+        return apply_all(state, grads, reports)
 
     return step
 
 
-def _token_mean_gradient(
-    loss_fn: LossFn, params: Params, leaves: list, treedef: Any
-) -> tuple[Params, Mean, Metrics]:
-    """Gradient of the token-mean over all micro-batches, and the summed loss and metrics."""
-    structure = None  # of (loss, metrics); known once `loss_fn` is traced
-
-    def scalar_loss(params, batch):
-        loss, metrics = loss_fn(params, batch)
-        return loss.total, (loss, metrics)
-
-    def accumulate(total, micro_leaves):
-        nonlocal structure
-        batch = jax.tree.unflatten(treedef, micro_leaves)
-        (_, reported), grads = jax.value_and_grad(scalar_loss, has_aux=True)(params, batch)
-        sums, structure = jax.tree.flatten(reported)
-        return jax.tree.map(jnp.add, total, grads), sums
-
-    total, sums_A = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), leaves)
-    assert structure is not None
-    loss, metrics = jax.tree.unflatten(structure, [jnp.sum(x, axis=0) for x in sums_A])
-    scale = 1 / jnp.where(loss.count == 0, 1, loss.count)
-    return jax.tree.map(lambda g: g * scale.astype(g.dtype), total), loss, metrics
+def _check_alike(first: Batch, other: Batch) -> None:
+    """One program serves all micro-batches of an update."""
+    (a, a_def), (b, b_def) = jax.tree.flatten(first), jax.tree.flatten(other)
+    where = "update: micro-batches"
+    require(a_def == b_def, where, b_def, a_def, "Same fields in each.")
+    shapes = [np.shape(leaf) for leaf in a]
+    got = [np.shape(leaf) for leaf in b]
+    require(got == shapes, where, got, shapes, "Pad to one shape bucket.")
