@@ -52,6 +52,11 @@ REFUSED = {
         "config.quant.trainer: got trace with acts and kv off",
         "quant.trainer=qat",
     ),
+    "short global scales of float32 activations": (
+        {"model": {"compute_dtype": "float32"}, "quant": {"guide_global_bits": 16}},
+        "config.quant.guide_global_bits: got 16 with compute_dtype float32",
+        "guide_global_bits=32",
+    ),
     "a format that is not there": (
         {"quant": {"acts": "fp5"}},
         "config.quant.acts: format: got 'fp5'",

@@ -43,6 +43,8 @@ class Quant:
     keep_first: int = 0  # layers at the start whose experts and KV stay in high precision
     keep_last: int = 0  # the same at the end
     guide: str = "codes"  # "codes" (4 bits a value) | "mantissa" (1 bit a value)
+    guide_scale_bits: int = 8  # low bits kept of a scale byte: 8 (all of them), 4, 3 or 2
+    guide_global_bits: int = 32  # of a global scale: 32, or 16 (exact for BF16 activations)
     guide_layers: str = "all"  # "all" | "latter_half" | "last:N" | "0,3,5"
     guide_hidden: bool = (
         False  # also guide the input of the second expert matmul (beyond the paper)

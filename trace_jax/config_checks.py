@@ -13,6 +13,7 @@ from typing import Any, cast, get_args, get_origin
 
 from trace_jax import formats
 from trace_jax.checks import require
+from trace_jax.guidance import record
 
 
 def is_a(value: object, annotation: object) -> bool:
@@ -112,7 +113,9 @@ def quant(section: Any) -> None:
         choices={
             "rollout": ("bf16", "fp4"),
             "trainer": ("bf16", "qat", "trace"),
-            "guide": ("codes", "mantissa"),
+            "guide": record.KINDS,
+            "guide_scale_bits": record.SCALE_BITS,
+            "guide_global_bits": record.GLOBAL_BITS,
         },
         least={"keep_first": 0, "keep_last": 0},
     )
@@ -291,6 +294,13 @@ def config(section: Any) -> None:
     _check_batch(section.data, section.rollout, section.optim)
     if section.quant.quantised:
         _check_layers(section.model, section.quant)
+        require(
+            section.quant.guide_global_bits == 32 or section.model.compute_dtype == "bfloat16",
+            "config.quant.guide_global_bits",
+            f"16 with compute_dtype {section.model.compute_dtype}",
+            "BF16 activations, whose largest magnitude 16 bits hold exactly",
+            "quant.guide_global_bits=32",
+        )
 
 
 def _check_sampling(rollout: Any) -> None:

@@ -196,7 +196,12 @@ class _Layer:
             x,
             record,
             valid,
-            sites.Site(format=format, kind=self.quant.guide),
+            sites.Site(
+                format=format,
+                kind=self.quant.guide,
+                scale_bits=self.quant.guide_scale_bits,
+                global_bits=self.quant.guide_global_bits,
+            ),
             guided=self.quant.trainer == "trace",
         )
         counts[f"quant/coded/{name}"] = stats.coded
@@ -206,4 +211,5 @@ class _Layer:
             counts[f"guide/{compared}/{name}"] = stats.agreement
             counts[f"quant/code_flip_rate/{name}"] = stats.flips
             counts[f"guide/scale_equal/{name}"] = stats.scale_equal
+            counts[f"guide/undecoded/{name}"] = stats.undecoded
         return y

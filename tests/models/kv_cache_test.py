@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from trace_jax import formats
+from trace_jax.guidance.record import Coding
 from trace_jax.models import kv_cache
 from trace_jax.qat import sites
 
@@ -60,8 +61,8 @@ def test_a_cache_that_is_not_quantised_keeps_the_values():
 def test_mantissa_guidance_is_the_lowest_bit_of_each_code():
     site = jax.jit(kv_cache.encode, static_argnums=1)(vectors(3, 2, 1, 32), NVFP4)
     cache = {"k": site}
-    assert kv_cache.record(cache, NVFP4, "codes") is cache
-    kept = jax.jit(kv_cache.record, static_argnums=(1, 2))(cache, NVFP4, "mantissa")["k"]
+    assert kv_cache.record(cache, NVFP4, Coding()) is cache
+    kept = jax.jit(kv_cache.record, static_argnums=(1, 2))(cache, NVFP4, Coding(kind="mantissa"))["k"]
     bytes_ = np.asarray(site.bits)
     bits = np.stack([bytes_ & 1, (bytes_ >> 4) & 1], axis=-1).reshape(3, 2, 1, 32)
     np.testing.assert_array_equal(kept.bits, np.packbits(bits, axis=-1, bitorder="little"))

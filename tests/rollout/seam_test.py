@@ -16,6 +16,7 @@ MODES = {
     "first layer kept": cfg.Quant(keep_first=1, acts="nvfp4:global_rule=pow2"),
     "weights in high precision": cfg.Quant(weights=None),
     "W4A16": cfg.Quant(acts=None),
+    "low bits of scales": cfg.Quant(guide="mantissa", guide_scale_bits=2),
     "mantissa, hidden, amax": cfg.Quant(guide="mantissa", guide_hidden=True, kv="nvfp4"),
 }
 

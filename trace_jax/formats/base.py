@@ -32,7 +32,7 @@ class Element(Protocol):
     MAX: float  # largest magnitude
 
     def round_nearest(self, x: Array, step: Array) -> Array:
-        """The code nearest to x / step, saturating; uint8. Ties go to the even code, but in S1P2."""
+        """The code nearest to x / step, saturating; uint8. Ties go to the even code (not S1P2)."""
         ...
 
     def bracket(self, x: Array, step: Array) -> tuple[Array, Array]:

@@ -15,9 +15,9 @@ decode to NaN; no finite input ever does. The finite blocks that share a global 
 rounded as under "one". Within 7 % of the largest float32, 6 * step can overflow to Inf.
 
 Options: `convention` rounds as another library does (`nvfp4_conventions`); `scale_rule` "static_4"
-has T = 4, and "mse", "mae", "abs_max" are Four Over Six (`nvfp4_adaptive`): M = 256, T = 6 in g, and
-each block takes T = 6 or 4, whichever errs less; `block_shape` "16x16" gives the 16 x 16 tiles of
-the last two axes of the rows one scale each, stored as 16 equal rows of 1 x 16 blocks, so that a
+has T = 4, and "mse", "mae", "abs_max" are Four Over Six (`nvfp4_adaptive`): M = 256, T = 6 in g,
+and each block takes T = 6 or 4, whichever errs less; `block_shape` "16x16" gives each 16 x 16 tile
+of the last two axes of the rows one scale, stored as 16 equal rows of 1 x 16 blocks, so that a
 matrix and its transpose have the same values and any 1 x 16 reader can take it.
 Source: NVFP4 as in TransformerEngine's reference (2688 = 448 * 6), decode convention of ModelOpt.
 """

@@ -52,13 +52,13 @@ def block_scales(
     """E4M3 bytes for the largest magnitude of each block."""
     finite = jnp.isfinite(amax)
     amax = jnp.where(finite, amax, jnp.float32(0))
-    global_ = jnp.float32(1) if global_ is None else global_
+    whole = jnp.float32(1) if global_ is None else global_
     if convention == "te":
-        scale = amax * (global_ * _SIXTH)
+        scale = amax * (whole * _SIXTH)
     elif convention == "vllm":
-        scale = global_ * (amax * _SIXTH)
+        scale = whole * (amax * _SIXTH)
     else:
-        scale = divide(amax, jnp.float32(6) * global_)
+        scale = divide(amax, jnp.float32(6) * whole)
         scale = jnp.where(amax == 0, jnp.float32(1), jnp.maximum(scale, jnp.float32(2.0**-9)))
     byte = e4m3.round_nearest(scale, jnp.float32(1))
     return jnp.where(finite, byte, jnp.uint8(_NAN_BYTE))
@@ -71,7 +71,9 @@ def steps(
     value = e4m3.decode(scales)
     if global_ is None:
         return value
-    return divide(value, global_) if convention == "vllm" else value * decode_scale(global_, convention)
+    if convention == "vllm":
+        return divide(value, global_)
+    return value * decode_scale(global_, convention)
 
 
 def round_rows(

@@ -1,6 +1,7 @@
 """The quantised array and the public `quantize`."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,13 +21,15 @@ class QArray:
 
     * `codes` is uint8, of the shape of the source, 0..15 for 4-bit elements; minus zero never
       occurs;
-    * `scales` has one entry per block along `axis` (the last block may be partly padding), in the
-      format's one-byte dtype, finite and >= 0 for finite input; a block that held NaN or Inf has a
-      NaN scale and decodes to NaN;
-    * `global_scale` is float32 in the decode convention, of the source's rank with 1 where shared,
+    * `scales` has `scale_bytes` entries per block along `axis` (the last block may be partly
+      padding), in the format's one-byte dtype, finite and >= 0 for finite input; a block that held
+      NaN or Inf has a NaN scale and decodes to NaN;
+    * `global_scale` is float32 as the format's convention keeps it (`Format.decode_scale` gives
+      the factor of the values; by default it is that), of the source's rank with 1 where shared,
       or None for formats (and options) without one;
-    * value = element(code) * step, step = fl(scale * global_scale), in float32;
-    * quantising the values again with the same global scale gives the same values.
+    * value = element(code) * step, step = `Format.steps`, in float32;
+    * quantising the values again with the same global scale gives the same values, with the
+      exceptions that docs/formats.md lists (HiF4; E4M3 scales at the lower end).
     """
 
     codes: UInt8[Array, "*A"]
@@ -75,21 +78,42 @@ def quantize(
     Returns: a `QArray`.
     Raises:  ValueError for an unknown format, option or axis.
     """
+    return quantize_together([x], format, axis, global_axes=global_axes, **options)[0]
+
+
+def quantize_together(
+    arrays: Sequence[Float[Array, "..."]],
+    format: str | Format,
+    axis: int = -1,
+    *,
+    global_axes: str | Sequence[int] = "tensor",
+    **options: Any,
+) -> list[QArray]:
+    """Quantises arrays that are to have the same global scales, such as gate and up of an expert.
+
+    Engines fuse gate and up into one matrix with one global scale, so theirs must not differ: this
+    gives the codes and scales that the fused matrix would have.
+
+    Math:    the global scale of the largest magnitude of all arrays together.
+    Args:    arrays: of one rank, and of equal sizes along axes that are not shared; the rest as in
+             `quantize`.
+    Returns: one `QArray` each.
+    Raises:  as `quantize`, and if the shapes do not fit.
+    """
     chosen = registry.get(format, **options)
-    axis = _axis("axis", axis, x.ndim)
-    if isinstance(global_axes, str):
-        choices = {"tensor": tuple(range(x.ndim)), "row": (axis,)}
-        require(
-            global_axes in choices, "quantize: global_axes", global_axes, f"one of {list(choices)}"
-        )
-        shared = choices[global_axes]
-    else:
-        shared = tuple(_axis("global_axes", a, x.ndim) for a in global_axes)
-        require(
-            axis in shared, "quantize: global_axes", global_axes, f"axes containing axis {axis}"
-        )
-    x = x.astype(jnp.float32)
-    global_ = chosen.global_scale(jnp.max(jnp.abs(x), axis=shared, keepdims=True))
+    ndim = arrays[0].ndim
+    axis = _axis("axis", axis, ndim)
+    shared = _shared_axes(global_axes, axis, ndim)
+    arrays = [x.astype(jnp.float32) for x in arrays]
+    largest = [jnp.max(jnp.abs(x), axis=shared, keepdims=True) for x in arrays]
+    shapes = [a.shape for a in largest]
+    need = "one shape: the arrays may differ along shared axes only"
+    require(len(set(shapes)) == 1, "quantize_together: shapes of global scales", shapes, need)
+    global_ = chosen.global_scale(functools.reduce(jnp.maximum, largest))
+    return [_quantize(x, chosen, axis, global_) for x in arrays]
+
+
+def _quantize(x: Array, chosen: Format, axis: int, global_: Array | None) -> QArray:
     global_rows = None if global_ is None else jnp.moveaxis(global_, axis, -1)
     codes, scale_bytes = chosen.quantize_rows(chosen.pad(jnp.moveaxis(x, axis, -1)), global_rows)
     scales = jax.lax.bitcast_convert_type(scale_bytes, chosen.scale_dtype)
@@ -100,6 +124,17 @@ def quantize(
         format=chosen,
         axis=axis,
     )
+
+
+def _shared_axes(global_axes: str | Sequence[int], axis: int, ndim: int) -> tuple[int, ...]:
+    if isinstance(global_axes, str):
+        choices = {"tensor": tuple(range(ndim)), "row": (axis,)}
+        need = f"one of {list(choices)}"
+        require(global_axes in choices, "quantize: global_axes", global_axes, need)
+        return choices[global_axes]
+    shared = tuple(_axis("global_axes", a, ndim) for a in global_axes)
+    require(axis in shared, "quantize: global_axes", global_axes, f"axes containing axis {axis}")
+    return shared
 
 
 def _axis(name: str, axis: int, ndim: int) -> int:

@@ -1,6 +1,7 @@
-"""Formats by name: `get("nvfp4")`, `get("nvfp4:global_rule=one")`, `get("nvfp4", global_rule="one")`.
+"""Formats by name: `get("nvfp4")`, `get("nvfp4:global_rule=one")`.
 
-"4over6" is short for "nvfp4:scale_rule=mse".
+Options may also be keywords: `get("nvfp4", global_rule="one")`. "4over6" is short for
+"nvfp4:scale_rule=mse".
 """
 
 import dataclasses

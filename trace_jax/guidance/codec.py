@@ -183,10 +183,13 @@ def _short_global(g: Float[Array, "*A 1"], format: Format) -> Array:
         return jnp.where(exact, field >> 23, _NO_EXPONENT).astype(jnp.uint8)
     unit = format.global_scale(jnp.ones((), jnp.float32))
     assert unit is not None
-    amax = jax.lax.reduce_precision(g / unit, exponent_bits=8, mantissa_bits=7)
-    bits = jax.lax.bitcast_convert_type(amax, jnp.int32) >> 16
-    exact = _long_global(bits.astype(jnp.uint16), format) == g
-    return jnp.where(exact, bits, _BF16_NAN).astype(jnp.uint16)
+    bits = jnp.full(g.shape, _BF16_NAN, jnp.uint16)
+    # a scale is proportional to the largest magnitude, or to its inverse; a zero row is apart
+    for guess in (g / unit, unit / g, jnp.zeros_like(g)):
+        amax = jax.lax.reduce_precision(guess, exponent_bits=8, mantissa_bits=7)
+        tried = (jax.lax.bitcast_convert_type(amax, jnp.int32) >> 16).astype(jnp.uint16)
+        bits = jnp.where(_long_global(tried, format) == g, tried, bits)
+    return bits
 
 
 def _long_global(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from trace_jax.formats import Format
 from trace_jax.guidance import codec
-from trace_jax.guidance.record import SiteRecord
+from trace_jax.guidance.record import Coding, SiteRecord
 from trace_jax.qat.sites import own_rounding
 
 
@@ -21,28 +21,28 @@ def encode(x: Float[Array, "*A K"], format: Format | None) -> Any:
     if format is None:
         return x
     codes, scales, global_ = own_rounding(format.pad(x.astype(jnp.float32)), format)
-    return codec.encode(codes, scales, global_, format=format, kind="codes")
+    return codec.encode(codes, scales, global_, format=format, coding=Coding())
 
 
 def decode(stored: Any, format: Format | None, width: int, dtype: Any) -> Float[Array, "*A K"]:
     """The values attention sees, in the compute dtype; `width` is the length of a head."""
     if format is None:
         return stored.astype(dtype)
-    kept = codec.decode(stored, format=format, kind="codes")
+    kept = codec.decode(stored, format=format, coding=Coding())
     value = format.element.decode(kept.values) * format.spread(kept.steps)
     return value[..., :width].astype(dtype)
 
 
-def record(cache: Any, format: Format, kind: str) -> Any:
-    """A quantised cache as guidance: the codes as they are, or only one mantissa bit of each."""
-    if kind == "codes":
+def record(cache: Any, format: Format, coding: Coding) -> Any:
+    """A quantised cache as guidance: as it is, or packed as `coding` says."""
+    if coding == Coding():
         return cache
 
-    def mantissa(site: SiteRecord) -> SiteRecord:
-        codes = codec.decode(site, format=format, kind="codes").values
-        return codec.encode(codes, site.scales, site.global_scale, format=format, kind=kind)
+    def packed(site: SiteRecord) -> SiteRecord:
+        codes = codec.decode(site, format=format, coding=Coding()).values
+        return codec.encode(codes, site.scales, site.global_scale, format=format, coding=coding)
 
-    return {name: mantissa(site) for name, site in cache.items()}
+    return {name: packed(site) for name, site in cache.items()}
 
 
 def extend(prompt: Any, slots: int, samples: int) -> Any:

@@ -103,7 +103,12 @@ def guidance_spec(quant: cfg.Quant, layers: int) -> GuidanceSpec | None:
         del sites["expert_hidden"]
     named = {site: formats.spell(formats.get(text)) for site, text in sites.items() if text}
     return GuidanceSpec(
-        kind=quant.guide, layers=recorded, sites=tuple(named), formats=tuple(named.values())
+        kind=quant.guide,
+        layers=recorded,
+        sites=tuple(named),
+        formats=tuple(named.values()),
+        scale_bits=quant.guide_scale_bits,
+        global_bits=quant.guide_global_bits,
     )
 
 
@@ -121,5 +126,5 @@ def bytes_per_token(spec: GuidanceSpec | None, model: cfg.Model) -> int:
     for site, text in zip(spec.sites, spec.formats, strict=True):
         count, length = rows[site]
         format = formats.get(text)
-        total += codec.site_bytes(count * length, format=format, kind=spec.kind, rows=count)
+        total += codec.site_bytes(count * length, format=format, coding=spec.coding, rows=count)
     return len(spec.layers) * total

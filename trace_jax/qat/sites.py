@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, UInt8
 from trace_jax.checks import require
 from trace_jax.formats import Format
 from trace_jax.guidance import codec
-from trace_jax.guidance.record import SiteRecord
+from trace_jax.guidance.record import Coding, SiteRecord
 from trace_jax.types import Mean
 
 STE = ("plain", "clipped")
@@ -29,6 +29,7 @@ class SiteStats:
     agreement: Mean | None = None  # codes (or mantissa bits) equal to the rollout's
     flips: Mean | None = None  # codes that plain rounding on the rollout's step would have changed
     scale_equal: Mean | None = None  # scale bytes that this side alone would have chosen equally
+    undecoded: Mean | None = None  # rows whose scales the record's low bits could not restore
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +39,16 @@ class Site:
     format: Format
     kind: str = "codes"  # of the guidance: "codes" | "mantissa"
     ste: str = "plain"  # "plain": the gradient passes; "clipped": not where the value saturated
+    scale_bits: int = 8  # of the guidance, see `guidance.record.Coding`
+    global_bits: int = 32
 
     def __post_init__(self) -> None:
         require(self.ste in STE, "qat: ste", self.ste, f"one of {list(STE)}")
+
+    @property
+    def coding(self) -> Coding:
+        """How records of this site are packed."""
+        return Coding(kind=self.kind, scale_bits=self.scale_bits, global_bits=self.global_bits)
 
 
 @jax.custom_vjp
@@ -120,7 +128,7 @@ def quantize_site(
     finite = jnp.isfinite(step)
     compared: dict[str, Mean] = {}
     if record is not None:
-        outcome = codec.decode(record, format=format, kind=site.kind)
+        outcome = codec.decode(record, exact, format=format, coding=site.coding)
         recorded, recorded_step = outcome.values, format.spread(outcome.steps)
         plain = format.element.round_nearest(exact, recorded_step)
         if guided:
@@ -132,7 +140,8 @@ def quantize_site(
         kept = (lambda c: c) if site.kind == "codes" else (lambda c: c & 1)
         compared["agreement"] = _count((kept(codes) == recorded)[..., :width], valid)
         compared["flips"] = _count((kept(plain) != recorded)[..., :width], valid)
-        compared["scale_equal"] = _count(own_scales == record.scales, valid)
+        compared["scale_equal"] = _count(own_scales == outcome.scales, valid)
+        compared["undecoded"] = _count(outcome.failed[..., None], valid)
     value = (format.element.decode(codes) * step)[..., :width].astype(x.dtype)
     value = jax.lax.stop_gradient(value)
     stats = SiteStats(
@@ -144,6 +153,12 @@ def quantize_site(
         return straight_through(x, value), stats
     largest = jnp.float32(format.element.MAX) * step
     return masked_straight_through(x, value, (jnp.abs(exact) <= largest)[..., :width]), stats
+
+
+def record_site(x: Float[Array, "*A K"], site: Site) -> SiteRecord:
+    """What a rollout that quantises `x` plainly records of it."""
+    codes, scales, global_ = own_rounding(site.format.pad(x.astype(jnp.float32)), site.format)
+    return codec.encode(codes, scales, global_, format=site.format, coding=site.coding)
 
 
 def own_rounding(

@@ -151,7 +151,7 @@ class _Core:
             return ()
         formats = self.recorded(tuple(segment.plan.kv for segment in self.segments))
         pairs = zip(self.recorded(caches), formats, strict=True)
-        return tuple(kv_cache.record(cache, format, spec.kind) for cache, format in pairs)
+        return tuple(kv_cache.record(cache, format, spec.coding) for cache, format in pairs)
 
     def start(self, caches, records, first, idle_B) -> Decoded:
         """State after the first token was sampled from the prompt's logits."""
@@ -295,7 +295,7 @@ class _Core:
         kept["expert_in"] = jax.tree.map(lambda a: a.reshape(B, T, -1), kept["expert_in"])
         for name in ("expert_in", "expert_hidden"):
             if name in spec.sites:
-                records[name] = codec.encode(*kept[name], format=plan.acts, kind=spec.kind)
+                records[name] = codec.encode(*kept[name], format=plan.acts, coding=spec.coding)
         return y, records
 
 

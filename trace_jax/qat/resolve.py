@@ -1,0 +1,306 @@
+"""Lays a recipe over what a model has: which parameter and site gets what, and the audit of it.
+
+Framework-free: whoever knows a model's parameters (`Weight`) and sites (`Seen`) may ask. Mistakes
+are errors here, before anything runs: a rule or exclusion that matches nothing, a weight whose
+contracted axis nobody knows, siblings that should share a scale and are not all there.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+
+from trace_jax import formats
+from trace_jax.checks import require
+from trace_jax.formats import Format
+from trace_jax.qat.audit import WEIGHT, Audit, Row
+from trace_jax.qat.recipe import Recipe, Rule, matches
+from trace_jax.qat.sites import Site
+
+FIELD = {WEIGHT: "weights", "input": "inputs", "output": "outputs", "tensor": "tensors"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which axes of a weight make a matrix; all others enumerate matrices. Negative, disjoint."""
+
+    axis: tuple[int, ...]  # contracted, together one axis of blocks
+    out: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weight:
+    """What is known of a parameter before any recipe."""
+
+    shape: tuple[int, ...]
+    owner: str  # path of its module
+    layout: Layout | None = None  # None: only a rule can tell
+    rank: int | None = None  # the layout is certain only if one layer's weight has this rank
+    never: str = ""  # why it is no matrix
+    only_by_axis: str = ""  # why it is left alone unless a rule names its axis (an embedding)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What is known of a site before any recipe."""
+
+    module: str  # path
+    what: str  # "input" | "output" | "tensor"
+    shape: tuple[int, ...]
+    listed: bool = True  # False: of a module without matrices; no row, and ** does not mean it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightPlan:
+    """How one parameter is quantised."""
+
+    format: Format
+    layout: Layout
+    layers: tuple[bool, ...] | None = None  # of a stack with layers left out: which are quantised
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SitePlan:
+    """How one site is quantised; hashable, static under jit."""
+
+    site: Site
+    guided: bool  # recorded, and guided by a record
+    stacked: int | None = None  # layers that are scanned over it
+    layers: tuple[bool, ...] | None = None  # of a stack with layers left out: which are quantised
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A recipe laid over a model."""
+
+    recipe: Recipe
+    weights: dict[str, WeightPlan]  # by real path
+    groups: tuple[tuple[str, ...], ...]  # weights that share a global scale
+    sites: dict[str, SitePlan]  # by real path: `module/input`, `module/k`, a second call: `...#1`
+    rows: tuple[Row, ...]
+
+    @property
+    def audit(self) -> Audit:
+        """The table for people and for the other side."""
+        return Audit(rows=self.rows)
+
+
+def resolve(
+    recipe: Recipe, weights: Mapping[str, Weight], sites: Mapping[str, Seen] | None = None
+) -> Plan:
+    """Lays the recipe over parameters and sites.
+
+    Args:   sites: None: unknown, and rules about them are not checked.
+    Raises: ValueError where the recipe says something that the model does not have; see the module.
+    """
+    book = _Book(recipe, weights, {} if sites is None else sites)
+    for path, weight in weights.items():
+        book.weight(path, weight)
+    for path, seen in book.sites.items():
+        book.site(path, seen)
+    book.check_used(unknown_sites=sites is None)
+    groups = _groups(book)
+    return Plan(
+        recipe=recipe,
+        weights=book.weight_plans,
+        groups=groups,
+        sites=book.site_plans,
+        rows=tuple(book.rows),
+    )
+
+
+class _Book:
+    """The state of one `resolve`."""
+
+    def __init__(self, recipe: Recipe, weights: Mapping[str, Weight], sites: Mapping[str, Seen]):
+        self.recipe, self.weights, self.sites = recipe, weights, sites
+        self.weight_plans: dict[str, WeightPlan] = {}
+        self.site_plans: dict[str, SitePlan] = {}
+        self.rows: list[Row] = []
+        self.rule_of: dict[str, Rule] = {}  # of each quantised weight
+        self.used: set[tuple[Rule, str]] = set()  # (rule, kind of thing) that did something
+        self.why: dict[tuple[Rule, str], str] = {}  # why a match did nothing
+        self.total = self._layers()
+
+    def _layers(self) -> int:
+        """How many layers there are."""
+        recipe, counts = self.recipe, [0]
+        for path, thing in [*self.weights.items(), *self.sites.items()]:
+            if recipe.in_stack(path):
+                counts.append(thing.shape[0] if thing.shape else 0)
+            elif (layer := recipe.layer_of(path)) is not None:
+                counts.append(layer + 1)
+        fix = f"paths are {_some([*self.weights, *self.sites])}"
+        found = recipe.layers is None or max(counts) > 0
+        require(found, "qat.Recipe: layers", repr(recipe.layers), "a pattern of some path", fix)
+        return max(counts)
+
+    def singles(self, path: str, module: str) -> list[tuple[str, int | None, Rule | None, str]]:
+        """(path, layer, rule, why not) of each single layer of a thing."""
+        found, recipe = [], self.recipe
+        layers = range(self.total) if recipe.in_stack(path) else [None]
+        for stacked in layers:
+            own, owner = path, module
+            if stacked is not None:
+                own = recipe.of_layer(path, stacked)
+                owner = recipe.of_layer(module, stacked) if recipe.in_stack(module) else module
+            layer = recipe.layer_of(own)
+            rule, why = recipe.find(own.partition("#")[0], owner)
+            if rule is not None and recipe.keeps(layer, self.total):
+                rule, why = None, "layer kept as it is"
+            found.append((own, layer, rule, why))
+        return found
+
+    def weight(self, path: str, weight: Weight) -> None:
+        """Plans one parameter and adds its rows."""
+        stacked, chosen = self.recipe.in_stack(path), []
+        shape = weight.shape[1:] if stacked else weight.shape
+        for own, layer, rule, why in self.singles(path, weight.owner):
+            layout = None
+            if rule is not None:
+                why = self._no_weight(rule, weight, shape)
+                if not why:
+                    layout = _layout(path, rule, weight, len(shape))
+                    self.rule_of[path] = rule
+                self._note(rule, WEIGHT, why)
+            done = None if layout is None or rule is None else (rule.weights, layout)
+            chosen.append(done)
+            text = None if done is None else formats.spell(done[0])
+            row = Row(path=own, what=WEIGHT, shape=shape, format=text, layer=layer, why=why)
+            pattern, axis = rule and rule.pattern, layout and layout.axis
+            self.rows.append(dataclasses.replace(row, rule=pattern, axis=axis))
+        one, mask = _agree(path, chosen)
+        if one is not None:
+            self.weight_plans[path] = WeightPlan(format=one[0], layout=one[1], layers=mask)
+
+    def _no_weight(self, rule: Rule, weight: Weight, shape: tuple[int, ...]) -> str:
+        """Why the rule does not quantise this parameter; "": it does."""
+        if rule.weights is None:
+            return "the rule has no format for weights"
+        if weight.never or len(shape) < 2:
+            return weight.never or "a vector"
+        return weight.only_by_axis if rule.axis is None else ""
+
+    def site(self, path: str, seen: Seen) -> None:
+        """Plans one site and adds its rows."""
+        stacked, chosen = self.recipe.in_stack(path), []
+        shape = seen.shape[1:] if stacked else seen.shape
+        for own, layer, rule, why in self.singles(path, seen.module):
+            format = rule and getattr(rule, FIELD[seen.what])
+            plan = None
+            if rule is not None:
+                if format is None:
+                    why = f"the rule has no format for {FIELD[seen.what]}"
+                elif not seen.listed and "**" in rule.pattern:
+                    why, format = "** means modules that own matrices", None
+                self._note(rule, seen.what, why)
+            if rule is not None and format is not None:
+                site = Site(format=format, kind=rule.guide or "codes", ste=rule.ste)
+                plan = SitePlan(site=site, guided=rule.guide is not None)
+            chosen.append(plan)
+            if plan is None and not seen.listed:
+                continue
+            text = None if plan is None else formats.spell(plan.site.format)
+            row = Row(path=own, what=seen.what, shape=shape, format=text, layer=layer, why=why)
+            row = dataclasses.replace(row, rule=rule and rule.pattern)
+            if plan is not None and rule is not None:
+                row = dataclasses.replace(row, guide=rule.guide, ste=rule.ste)
+            self.rows.append(row)
+        one, mask = _agree(path, chosen)
+        if one is not None:
+            count = self.total if stacked else None
+            self.site_plans[path] = dataclasses.replace(one, stacked=count, layers=mask)
+
+    def _note(self, rule: Rule, what: str, why: str) -> None:
+        if why:
+            self.why[rule, what] = why
+        else:
+            self.used.add((rule, what))
+
+    def check_used(self, unknown_sites: bool) -> None:
+        """Every rule did what it says, and every exclusion excludes something."""
+        paths = self._paths()
+        for rule in self.recipe.rules:
+            for what, field in FIELD.items():
+                if getattr(rule, field) is None or (unknown_sites and what != WEIGHT):
+                    continue
+                where = f"qat.Rule {rule.pattern!r}: {field}"
+                got = f"no match ({self.why[rule, what]})" if (rule, what) in self.why else None
+                near = f"earlier rules, exclusions and near misses: {_near(rule.pattern, paths)}"
+                known = (rule, what) in self.used
+                require(known, where, got or "no match", "something to quantise", near)
+        about_sites = any(r.inputs or r.outputs or r.tensors for r in self.recipe.rules)
+        for pattern in self.recipe.exclude:
+            known = any(matches(pattern, path) for path in paths)
+            known = known or (unknown_sites and about_sites)  # it may mean a site
+            near = f"near misses: {_near(pattern, paths)}"
+            where = f"qat.Recipe: exclude {pattern!r}"
+            require(known, where, "no match", "something to leave out", near)
+
+    def _paths(self) -> list[str]:
+        """Every path a pattern may name: of parameters, sites, and all they lie in."""
+        known: dict[str, None] = {}
+        things = [(p, w.owner) for p, w in self.weights.items()]
+        things += [(p, s.module) for p, s in self.sites.items()]
+        for path, module in things:
+            for single, *_ in self.singles(path, module):
+                parts = single.partition("#")[0].split("/")
+                known.update(dict.fromkeys("/".join(parts[:n]) for n in range(1, len(parts) + 1)))
+        return list(known)
+
+
+def _agree(path: str, chosen: list) -> tuple:
+    """The one choice of all layers of a thing, and which layers it holds for (None: all)."""
+    some = {choice for choice in chosen if choice is not None}
+    need = "one format for all layers that are scanned together"
+    require(len(some) <= 1, f"qat: {path}", f"{len(some)} different choices", need)
+    mask = tuple(choice is not None for choice in chosen)
+    return next(iter(some), None), None if all(mask) else mask
+
+
+def _layout(path: str, rule: Rule, weight: Weight, rank: int) -> Layout:
+    """The rule's axes if it names them, else the module's."""
+    if rule.axis is None:
+        got = f"shape {weight.shape} in a module of unknown kind"
+        fix = "qat.Rule(..., axis=-2) names the contracted axis"
+        known = weight.layout is not None and weight.rank in (None, rank)
+        require(known, f"qat: {path}", got, "the contracted axis", fix)
+        return weight.layout  # type: ignore[return-value]
+    out = rule.out
+    if out is None:
+        last = len(rule.axis) == 1 and rule.axis[0] >= -2
+        fix = "qat.Rule(..., axis=(-3,), out=(-2, -1)) names all axes of one matrix"
+        require(last, f"qat: {path}", f"axis {rule.axis} alone", "out as well", fix)
+        out = (-3 - rule.axis[0],)
+    axes = (*rule.axis, *out)
+    ok = len(set(axes)) == len(axes) and min(axes) >= -rank
+    require(ok, f"qat: {path}", f"axis {rule.axis}, out {out}", f"different axes of rank {rank}")
+    return Layout(axis=rule.axis, out=out)
+
+
+def _groups(book: _Book) -> tuple[tuple[str, ...], ...]:
+    """Weights that share a global scale: siblings named by their rule."""
+    groups: dict[tuple[Rule, str], dict[str, str]] = {}
+    for path, rule in book.rule_of.items():
+        parts = path.split("/")
+        at = max((i for i, part in enumerate(parts) if part in rule.share_scale), default=None)
+        if at is not None:
+            place = "/".join([*parts[:at], "{}", *parts[at + 1 :]])
+            groups.setdefault((rule, place), {})[parts[at]] = path
+    for (rule, place), members in groups.items():
+        where, names = f"qat: share_scale at {place}", sorted(rule.share_scale)
+        require(sorted(members) == names, where, sorted(members), f"all of {names}")
+        plans = {book.weight_plans[path] for path in members.values()}
+        require(len(plans) == 1, where, f"{len(plans)} different plans", "one format and layout")
+    for rule in book.recipe.rules:
+        found = not rule.share_scale or any(rule == known for known, _ in groups)
+        need = f"parameters named {list(rule.share_scale)}"
+        require(found, f"qat.Rule {rule.pattern!r}: share_scale", "no match", need)
+    return tuple(tuple(members.values()) for members in groups.values())
+
+
+def _near(pattern: str, paths: Iterable[str]) -> str:
+    return _some(difflib.get_close_matches(pattern, list(paths), n=4, cutoff=0.3) or list(paths))
+
+
+def _some(paths: list[str]) -> str:
+    return ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "") if paths else "none"
