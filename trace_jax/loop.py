@@ -27,8 +27,9 @@ from trace_jax.evaluate import Evaluation, evaluate
 from trace_jax.interrupt import StopFlag, graceful_stop
 from trace_jax.metrics import MetricsWriter
 from trace_jax.progress import progress
+from trace_jax.qat.audit import Audit
 from trace_jax.reward.pool import RewardPool
-from trace_jax.rundir import RunDir, open_run
+from trace_jax.rundir import RunDir, open_run, write_atomic
 from trace_jax.stages import Stages
 from trace_jax.types import Params, TrainState
 from trace_jax.weight_sync import SamplerWeights
@@ -71,6 +72,7 @@ class Outputs:
     checkpoints: Checkpointer
     pool: RewardPool
     stop: StopFlag
+    audit: Audit  # what the trainer quantises, checked at the first step of every start
 
 
 def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> dict[str, Any]:
@@ -84,17 +86,24 @@ def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> d
     # everything that can be wrong with the user's input shows before there is a run directory
     started = any(pathlib.Path(workdir).glob("checkpoints/[0-9]*"))
     position = _begin(built, started)
+    audit = stages.audit(built, position.state.params, position.weights[-1])
     with (
         RewardPool(config.data.reward) as pool,
         open_run(workdir, overrides.to_dict(config)) as rundir,
         Checkpointer(rundir.folder("checkpoints"), config.run.keep_checkpoints) as checkpoints,
         graceful_stop() as stop,
     ):
+        write_atomic(rundir.root / "audit.txt", f"{audit}\n")
         resumed = _restore(position, checkpoints)
         resume = position.resume if resumed else None
         with MetricsWriter(rundir, config.run.tensorboard, resume) as metrics:
             out = Outputs(
-                rundir=rundir, metrics=metrics, checkpoints=checkpoints, pool=pool, stop=stop
+                rundir=rundir,
+                metrics=metrics,
+                checkpoints=checkpoints,
+                pool=pool,
+                stop=stop,
+                audit=audit,
             )
             if not resumed and position.warm_done:
                 _save(position, out)  # a run of no steps at all is still a run to start from
@@ -291,10 +300,12 @@ def _reinforce(built: Stages, position: Position, out: Outputs) -> None:
         numbers = _held_out(built, position, out, "before")
         position.wall_s += time.perf_counter() - start
         out.metrics.write(0, position.wall_s, numbers)
+    checked = False
     with progress(config.steps, "GRPO", initial=position.rl_steps) as bar:
         while position.rl_steps < config.steps:
             start = time.perf_counter()
-            numbers = _step(built, position, out.pool)
+            numbers = _step(built, position, out.pool, None if checked else out.audit)
+            checked = True
             last = position.rl_steps == config.steps
             if last or position.rl_steps % config.run.eval_every == 0:
                 numbers |= _held_out(built, position, out, "after")
@@ -311,14 +322,18 @@ def _reinforce(built: Stages, position: Position, out: Outputs) -> None:
             _obey(position, out)
 
 
-def _step(built: Stages, position: Position, pool: RewardPool) -> dict[str, float]:
-    """One GRPO step; returns its metrics."""
+def _step(
+    built: Stages, position: Position, pool: RewardPool, audit: Audit | None
+) -> dict[str, float]:
+    """One GRPO step; returns its metrics. With an audit, its sites must have produced codes."""
     step = position.rl_steps
     prompts = next(position.prompts)
     collected = stages.roll_out(built, position.weights[0], prompts, pool, step, step)
     clock = time.perf_counter()
     params = position.state.params
-    batch, numbers = stages.add_log_probs(built, params, position.reference, collected.batch)
+    batch, numbers = stages.add_log_probs(
+        built, params, position.reference, collected.batch, audit
+    )
     logprobs_s = time.perf_counter() - clock
     state, trained = stages.train(built, position.state, batch, step)
     update_s = time.perf_counter() - clock - logprobs_s

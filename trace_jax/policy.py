@@ -24,10 +24,13 @@ from trace_jax.guidance.record import SiteRecord
 from trace_jax.models import attention, moe, transformer
 from trace_jax.models.grouped_matmul import Dispatch, gather_rows, grouped_matmul
 from trace_jax.qat import plan as qat_plan
-from trace_jax.qat import sites
+from trace_jax.qat import policy_recipe, sites
+from trace_jax.qat.recipe import Recipe
+from trace_jax.qat.transform import quantize_params
 from trace_jax.rl import replay
 from trace_jax.types import Batch, Mean, Params
 
+CODED = "quant/coded/"  # share of values with a code other than zero: by site, and by audited path
 LogProbs = Callable[[Params, Batch], tuple[Array, dict[str, Mean]]]
 
 
@@ -61,13 +64,23 @@ def make_log_probs(
             xs = _segment_inputs(segment, params, batch)
             body = layer.body(view, replay_routes)
             x_BSD, stacked = jax.lax.scan(body, x_BSD, xs)
-            for name, (total_L, count_L) in stacked.items():
-                of_segment = Mean(total=jnp.sum(total_L), count=jnp.sum(count_L))
-                counts[name] = counts[name] + of_segment if name in counts else of_segment
+            _add_up(counts, stacked, segment)
         logits = transformer.head_logits(params, x_BSD, model.norm_eps)
         return token_logprobs(logits, batch.tokens_BT[:, 1:], temperature), counts
 
     return log_probs
+
+
+def _add_up(counts: dict[str, Mean], stacked: Any, segment: qat_plan.Segment) -> None:
+    """Counts of a segment's layers, summed; those of codes also layer by layer, for the audit."""
+    for name, (total_L, count_L) in stacked.items():
+        if name.startswith(CODED):
+            site = name.removeprefix(CODED)
+            for i in range(segment.stop - segment.start):
+                path = policy_recipe.site_path(site, segment.start + i)
+                counts[f"{CODED}{path}"] = Mean(total=total_L[i], count=count_L[i])
+        of_segment = Mean(total=jnp.sum(total_L), count=jnp.sum(count_L))
+        counts[name] = counts[name] + of_segment if name in counts else of_segment
 
 
 def token_logprobs(
@@ -128,6 +141,9 @@ class _Layer:
     def body(self, view, replay_routes: bool):
         def scan_body(x_BSD, xs):
             layer, routes_BSX, records = xs
+            if self.plan.weights is not None:
+                rule = policy_recipe.expert_weights(self.plan.weights)
+                layer = quantize_params(layer, Recipe(rules=(rule,)))
             counts: dict[str, Mean] = {}
             used = routes_BSX if replay_routes else None
             x_BSD, (logits, _, _, _) = view(layer)(
@@ -158,9 +174,6 @@ class _Layer:
         w_gate_up, w_down = params.gate_up[...], params.down[...]
         if self.plan.acts is not None:
             x = self.site("expert_in", x, records, counts, self.plan.acts)
-        if self.plan.weights is not None:
-            w_gate_up = sites.quantize_weight(w_gate_up, self.plan.weights, x.dtype)
-            w_down = sites.quantize_weight(w_down, self.plan.weights, x.dtype)
         x_MD = x.reshape(-1, x.shape[-1])
 
         def gate_up(d: Dispatch) -> Array:
@@ -204,7 +217,7 @@ class _Layer:
             ),
             guided=self.quant.trainer == "trace",
         )
-        counts[f"quant/coded/{name}"] = stats.coded
+        counts[f"{CODED}{name}"] = stats.coded
         counts[f"quant/nonfinite_blocks/{name}"] = stats.nonfinite
         if record is not None:
             compared = "agreement" if self.quant.guide == "codes" else "bit_agreement"

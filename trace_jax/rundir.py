@@ -5,6 +5,7 @@
           metrics.jsonl  one line a step          tensorboard/  the same for TensorBoard
           checkpoints/   see checkpoint.py        guidance/     guidance spilled to disk
           samples/       decoded answers          plots/ report.html
+          audit.txt      every parameter and site: what the trainer quantises, or why not
           .lock          held while a process writes; contains its pid
 """
 

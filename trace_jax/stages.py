@@ -20,9 +20,12 @@ from trace_jax.data.tokenizer import Tokenizer, load_tokenizer
 from trace_jax.guidance import health
 from trace_jax.models import transformer
 from trace_jax.qat import plan as qat_plan
+from trace_jax.qat.audit import Audit
+from trace_jax.qat.policy_recipe import trainer_audit
 from trace_jax.reward.pool import RewardPool, count_failures
 from trace_jax.rl import advantage, loss
 from trace_jax.rollout import jax_engine
+from trace_jax.rollout.audit import sampler_audit
 from trace_jax.types import Batch, Mean, Params, Prompt, Scored, TrainState
 from trace_jax.weight_sync import SamplerWeights
 
@@ -125,6 +128,18 @@ def initial_params(stages: Stages) -> Params:
     return transformer.init(stages.config.model, stages.tokenizer.vocab_size, key)
 
 
+def audit(stages: Stages, params: Params, weights: SamplerWeights) -> Audit:
+    """What the trainer quantises; compared with what the sampler holds where both are in FP4.
+
+    Raises: ValueError if a rule matches nothing, or the two sides do not quantise the same.
+    """
+    model, quant = stages.config.model, stages.config.quant
+    trainer = trainer_audit(model, quant, params)
+    if quant.rollout != "bf16" and quant.trainer != "bf16":
+        trainer.require_same(sampler_audit(model, quant, weights.params))
+    return trainer
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collected:
     """One step's rollouts as a batch, and what there is to say about them."""
@@ -211,19 +226,27 @@ def _rollout_metrics(
     return metrics
 
 
-def add_log_probs(stages: Stages, params: Params, reference: Params | None, batch: Batch):
+def add_log_probs(
+    stages: Stages,
+    params: Params,
+    reference: Params | None,
+    batch: Batch,
+    audit: Audit | None = None,
+):
     """The batch with pi_old (and the reference) of the trainer before the update, and the metrics.
 
     This separate forward is what `parity/...` compares with the sampler: never a log-prob that an
     update has already changed. With one update per rollout pi_old is left out: the loss then takes
     its own log-prob, so that the ratio is exactly 1. Two compiled forwards differ in BF16, and the
-    clip would act on that difference.
+    clip would act on that difference. With an `audit`, every site in it must have produced codes.
     """
     size = stages.config.optim.micro_batch
     parts = list(batching.micro_batches(batch, size))
     outputs = [stages.log_probs(params, part) for part in parts]
     old_BS = np.concatenate([np.asarray(logprobs) for logprobs, _ in outputs])
     totals = functools.reduce(_add, (jax.device_get(counts) for _, counts in outputs))
+    if audit is not None:
+        _check_codes(audit, totals)
     metrics = summarise_sites(totals)
     mask_BS = np.asarray(batch.loss_mask_BS)
     metrics |= parity.parity_metrics(old_BS, np.asarray(batch.sampler_logprobs_BS), mask_BS)
@@ -242,12 +265,19 @@ def summarise_sites(counts: dict[str, Mean]) -> dict[str, float]:
     `guide/agreement` is about codes. Mantissa guidance has no codes to compare with, only bits,
     which the bracket almost always satisfies: that is `guide/bit_agreement`.
     """
-    metrics = {name: mean.value for name, mean in counts.items()}
+    of_layers = f"{policy.CODED}layers/"
+    metrics = {n: mean.value for n, mean in counts.items() if not n.startswith(of_layers)}
     for total in ("guide/agreement", "guide/bit_agreement"):
         guided = [mean for name, mean in counts.items() if name.startswith(f"{total}/")]
         if guided:
             metrics[total] = functools.reduce(lambda a, b: a + b, guided).value
     return metrics
+
+
+def _check_codes(audit: Audit, counts: dict[str, Mean]) -> None:
+    """Every audited site of every layer really produced codes (F16)."""
+    coded = {name.removeprefix(policy.CODED): mean for name, mean in counts.items()}
+    audit.check({path: coded[path] for path in audit.sites if path in coded})
 
 
 def _add(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:

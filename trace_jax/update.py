@@ -1,6 +1,7 @@
 """One optimizer update: gradients summed over micro-batches, divided once, applied or refused."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -101,35 +102,9 @@ def make_train_step(loss_fn: LossFn, tx: optax.GradientTransformation) -> StepFn
         (_, reported), new = jax.value_and_grad(scalar_loss, has_aux=True)(params)
         return jax.tree.map(jnp.add, grads, new), reported
 
-    def apply(state: TrainState, grads: Params, reports: list[Reported]):
-        loss, metrics = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *reports)
-        scale = 1 / jnp.where(loss.count == 0, 1, loss.count)
-        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        grad_norm = optax.tree.norm(grads)
-        applied = jnp.isfinite(grad_norm) & (loss.count > 0)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-
-        def keep(new, old):
-            return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
-
-        reported = {
-            "update/grad_norm": grad_norm,
-            "update/update_norm": jnp.where(applied, optax.tree.norm(updates), 0.0),
-            "update/tokens": loss.count,
-            "update/skipped": 1 - applied.astype(jnp.float32),
-        }
-        metrics = {**metrics, "loss/total": loss}
-        metrics |= {key: Mean(total=x, count=jnp.float32(1)) for key, x in reported.items()}
-        return TrainState(
-            step=state.step + 1,
-            params=keep(params, state.params),
-            opt_state=keep(opt_state, state.opt_state),
-        ), metrics
-
     start = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
     accumulate_one = jax.jit(accumulate, donate_argnums=0)
-    apply_all = jax.jit(apply, donate_argnums=0)
+    apply_all = jax.jit(partial(_apply, tx), donate_argnums=0)
 
     def step(state: TrainState, micro_batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
         grads, reports, first = start(state.params), [], None
@@ -142,6 +117,36 @@ def make_train_step(loss_fn: LossFn, tx: optax.GradientTransformation) -> StepFn
         return apply_all(state, grads, reports)
 
     return step
+
+
+def _apply(
+    tx: optax.GradientTransformation, state: TrainState, grads: Params, reports: list[Reported]
+) -> tuple[TrainState, Metrics]:
+    """The update from summed gradients, if they are finite and anything was trained."""
+    loss, metrics = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *reports)
+    scale = 1 / jnp.where(loss.count == 0, 1, loss.count)
+    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    grad_norm = optax.tree.norm(grads)
+    applied = jnp.isfinite(grad_norm) & (loss.count > 0)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+
+    def keep(new, old):
+        return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
+
+    reported = {
+        "update/grad_norm": grad_norm,
+        "update/update_norm": jnp.where(applied, optax.tree.norm(updates), 0.0),
+        "update/tokens": loss.count,
+        "update/skipped": 1 - applied.astype(jnp.float32),
+    }
+    metrics = {**metrics, "loss/total": loss}
+    metrics |= {key: Mean(total=x, count=jnp.float32(1)) for key, x in reported.items()}
+    return TrainState(
+        step=state.step + 1,
+        params=keep(params, state.params),
+        opt_state=keep(opt_state, state.opt_state),
+    ), metrics
 
 
 def _check_alike(first: Batch, other: Batch) -> None:

@@ -29,17 +29,12 @@ def run(repeats: int) -> list[Row]:
     copy = jax.jit(jnp.copy)
     rows = []
     for text in FORMATS:
-        quantise = jax.jit(functools.partial(_codes, format=formats.get(text)))
+        quantise = jax.jit(functools.partial(formats.quantize, format=text))
         row = paired(f"quantise {text}", lambda q=quantise: q(x), lambda: copy(x), repeats)
         rows.append(row | {"bytes": x.nbytes, "peer": "copy of the input"})
     for text in ("nvfp4", "mxfp4"):
         rows += _fake_quant(text, x, repeats)
     return [row | {"gb_s": row["bytes"] / row["seconds"] / 1e9} for row in rows]
-
-
-def _codes(x: jax.Array, *, format: formats.Format) -> tuple:
-    codes, scales, _ = sites.own_rounding(format.pad(x.astype(jnp.float32)), format)
-    return codes, scales
 
 
 def _fake_quant(text: str, x: jax.Array, repeats: int) -> list[Row]:
@@ -48,14 +43,19 @@ def _fake_quant(text: str, x: jax.Array, repeats: int) -> list[Row]:
     noise = jax.random.normal(jax.random.key(1), x.shape, jnp.float32).astype(x.dtype)
     moved = x * (1 + jnp.bfloat16(0.01) * noise)
 
-    def fake(record, site, guided):
+    def fake(x, record, site, guided):  # x is an argument: a constant would be folded
         return sites.quantize_site(x, record, valid, site, guided=guided)[0]
 
     for kind in ("codes", "mantissa"):
         site = sites.Site(format=formats.get(text), kind=kind)
         record = jax.jit(functools.partial(sites.record_site, site=site))(moved)
-        plain = jax.jit(functools.partial(fake, None, site, False))
+        plain = jax.jit(functools.partial(fake, record=None, site=site, guided=False))
         guided = jax.jit(functools.partial(fake, site=site, guided=True))
-        row = paired(f"guided {text} {kind}", lambda g=guided, r=record: g(r), plain, repeats)
+        row = paired(
+            f"guided {text} {kind}",
+            lambda g=guided, r=record: g(x, r),
+            lambda p=plain: p(x),
+            repeats,
+        )
         rows.append(row | {"bytes": x.nbytes, "peer": "plain fake quantisation"})
     return rows

@@ -13,6 +13,7 @@ from typing import Any
 
 from trace_jax.checks import require
 from trace_jax.qat.sites import SiteStats
+from trace_jax.types import Mean
 
 WEIGHT = "weight"
 _COLUMNS = ("path", "what", "shape", "format", "axis", "guide", "rule", "why not")
@@ -84,8 +85,10 @@ class Audit:
         fix = "build both sides from one recipe and one model"
         require(not found, "qat audits of the two sides", "; ".join(found[:5]), "equality", fix)
 
-    def check(self, stats: Mapping[str, SiteStats]) -> None:
+    def check(self, stats: Mapping[str, SiteStats | Mean]) -> None:
         """Raises ValueError unless every audited site really produced codes other than zero.
+
+        Args: stats: by path of a single layer's site: its counts, or of them only `coded`.
 
         Call it on the host after the first forward: it reads the numbers.
         """
@@ -94,7 +97,8 @@ class Audit:
         missing, extra = sorted(expected - set(stats)), sorted(set(stats) - expected)
         require(not missing, "qat audit: sites without counts", missing[:5], "counts of all", fix)
         require(not extra, "qat audit: counts of unknown sites", extra[:5], "audited sites", fix)
-        dead = [path for path in self.sites if not float(stats[path].coded.total) > 0]
+        coded = {p: s if isinstance(s, Mean) else s.coded for p, s in stats.items()}
+        dead = [path for path in self.sites if not float(coded[path].total) > 0]
         fix = "an input that is all zero, padding or NaN produces none"
         require(not dead, "qat audit: sites without codes", dead[:5], "codes other than zero", fix)
 

@@ -17,8 +17,7 @@ from jaxtyping import Array
 
 from trace_jax.qat import layouts, runtime
 from trace_jax.qat.recipe import Recipe
-from trace_jax.qat.resolve import Plan, Seen, SitePlan, Weight, resolve
-from trace_jax.qat.transform import path_of
+from trace_jax.qat.resolve import Plan, Seen, SitePlan, Weight, join, resolve, seen_sites
 
 
 class QatVariable(nnx.Variable):
@@ -67,7 +66,7 @@ def quantized(model: nnx.Module, recipe: Recipe, *args: Any, **kwargs: Any) -> r
     weights = _weights(modules)
     probe = _Hooked.build(copy, {p: Hook(p, "probe") for p in modules}, {})
     _, seen = jax.eval_shape(lambda: probe(params, {}, args, kwargs))
-    sites = _seen(seen, weights, recipe)
+    sites = seen_sites(seen, weights, recipe)
     plan = resolve(recipe, weights, sites)
     forwards = {
         mode: _Hooked.build(nnx.clone(model), *_hooks(plan, sites, mode))
@@ -91,19 +90,7 @@ def _weights(modules: dict[str, nnx.Module]) -> dict[str, Weight]:
     for owner, module in modules.items():
         for name, value in vars(module).items():
             if isinstance(value, nnx.Param):
-                path = f"{owner}/{name}" if owner else name
-                found.setdefault(path, layouts.weight(module, name, value.get_value(), owner))
-    return found
-
-
-def _seen(seen: runtime.Produced, weights: dict[str, Weight], recipe: Recipe) -> dict[str, Seen]:
-    """Sites from what the probe left behind."""
-    found = {}
-    for path, like in seen.items():
-        module, _, name = path.partition("#")[0].rpartition("/")
-        what = name if name in ("input", "output") else "tensor"
-        listed = what == "tensor" or (what == "input" and runtime.owns_matrix(module, weights, recipe))
-        found[path] = Seen(module=module, what=what, shape=tuple(like.shape), listed=listed)
+                found.setdefault(join(owner, name), layouts.weight(module, name, value.get_value(), owner))
     return found
 
 
@@ -116,8 +103,8 @@ def _hooks(plan: Plan, sites: dict[str, Seen], mode: str) -> tuple[dict[str, Hoo
         plans.setdefault(module, {})[name] = site
         if site.layers is not None and site.stacked is not None:
             layers[module] = site.stacked
-        if name == "input" and plan.bypass(path):
-            around[module] = tuple(f"{module}/{b}" for b in plan.bypass(path))
+        if site.bypass:
+            around[module] = tuple(join(module, inner) for inner in site.bypass)
             for inner in around[module]:
                 plans.setdefault(inner, {})
     hooks = {m: Hook(m, mode, tuple(p.items()), around.get(m, ())) for m, p in plans.items()}
@@ -144,7 +131,7 @@ class _Hooked:
         return _Hooked(graph, rest)
 
     def __call__(self, params: Any, feed: dict, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        model = nnx.merge(self.graph, params, self.rest)
+        model = nnx.merge(self.graph, params, self.rest, copy=True)
         modules = dict(_modules(model)) if feed else {}
         for path, value in feed.items():
             path, _, number = path.partition("#")
@@ -162,8 +149,7 @@ def _produced(model: nnx.Module) -> runtime.Produced:
             parts = name.split("_", 2)
             if parts[0] == "qat" and len(parts) == 3 and parts[1] in runtime.OUT.values():
                 site, _, number = parts[2].rpartition("_")
-                key = f"{path}/{site}" + ("" if number == "0" else f"#{number}")
-                found[key] = value.get_value()
+                found[join(path, site, int(number))] = value.get_value()
     return found
 
 

@@ -8,6 +8,7 @@ contracted axis nobody knows, siblings that should share a scale and are not all
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from trace_jax import formats
 from trace_jax.checks import require
@@ -64,6 +65,7 @@ class SitePlan:
 
     site: Site
     guided: bool  # recorded, and guided by a record
+    bypass: tuple[str, ...] = ()  # submodules that get an input as it was
     stacked: int | None = None  # layers that are scanned over it
     layers: tuple[bool, ...] | None = None  # of a stack with layers left out: which are quantised
 
@@ -108,6 +110,29 @@ def resolve(
     )
 
 
+def join(module: str, name: str, number: int = 0) -> str:
+    """The path of something in a module; the root's path is empty; of a second call `...#1`."""
+    return f"{module}/{name}".lstrip("/") + (f"#{number}" if number else "")
+
+
+def seen_sites(
+    shapes: Mapping[str, Any], weights: Mapping[str, Weight], recipe: Recipe
+) -> dict[str, Seen]:
+    """Sites from the shapes that an abstract run met at each path."""
+    owners = set()
+    for path, weight in weights.items():
+        rank = len(weight.shape) - recipe.in_stack(path)
+        if rank >= 2 and not weight.never:
+            owners.add(weight.owner)
+    found = {}
+    for path, like in shapes.items():
+        module, _, name = path.partition("#")[0].rpartition("/")
+        what = name if name in ("input", "output") else "tensor"
+        listed = what == "tensor" or (what == "input" and module in owners)
+        found[path] = Seen(module=module, what=what, shape=tuple(like.shape), listed=listed)
+    return found
+
+
 class _Book:
     """The state of one `resolve`."""
 
@@ -132,6 +157,7 @@ class _Book:
         fix = f"paths are {_some([*self.weights, *self.sites])}"
         found = recipe.layers is None or max(counts) > 0
         require(found, "qat.Recipe: layers", repr(recipe.layers), "a pattern of some path", fix)
+        recipe.keeps(0 if max(counts) else None, max(counts))
         return max(counts)
 
     def singles(self, path: str, module: str) -> list[tuple[str, int | None, Rule | None, str]]:
@@ -195,7 +221,8 @@ class _Book:
                 self._note(rule, seen.what, why)
             if rule is not None and format is not None:
                 site = Site(format=format, kind=rule.guide or "codes", ste=rule.ste)
-                plan = SitePlan(site=site, guided=rule.guide is not None)
+                around = rule.bypass if seen.what == "input" else ()
+                plan = SitePlan(site=site, guided=rule.guide is not None, bypass=around)
             chosen.append(plan)
             if plan is None and not seen.listed:
                 continue

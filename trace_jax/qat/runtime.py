@@ -14,7 +14,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ Produced = dict[str, Any]  # by real site path
 T = TypeVar("T")
 
 
+@runtime_checkable
 class Store(Protocol):
     """Named values that live with one module."""
 
@@ -100,15 +101,15 @@ def _encode(x: Array, plan: SitePlan) -> SiteRecord:
     format = plan.site.format
     exact = format.pad(jax.lax.stop_gradient(x).astype(jnp.float32))
     codes, scales, global_ = sites.own_rounding(exact, format)
-    return codec.encode(codes, scales, global_, format=format, kind=plan.site.kind)
+    return codec.encode(codes, scales, global_, format=format, coding=plan.site.coding)
 
 
 def _fed(store: Store, name: str, x: Array, plan: SitePlan) -> tuple[SiteRecord, Bool[Array, "*A"]]:
     fix = "inside a lifted transform, let the variables of qat through: see docs/qat.md"
     require(store.has(name), f"qat guided: {name}", "no record", "the record of this call", fix)
     record, valid = store.get(name)
-    like = jax.eval_shape(lambda x: _encode(x, plan), x)
-    got, need = jax.tree.map(jnp.shape, record), jax.tree.map(jnp.shape, like)
+    like = jax.eval_shape(lambda x: jax.tree.leaves(_encode(x, plan)), x)
+    got, need = ([leaf.shape for leaf in leaves] for leaves in (jax.tree.leaves(record), like))
     require(got == need, f"qat guided: record of {name}", got, need, "records of these inputs")
     return record, valid
 

@@ -1,0 +1,470 @@
+"""NNX models under a recipe. Oracles: the unrolled or eager run, closed forms, and numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from trace_jax import formats, qat
+from trace_jax.guidance import codec
+from trace_jax.qat import sites
+
+D, T = 32, 6
+VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+ONE = "nvfp4:global_rule=one"
+
+
+class Block(nnx.Module):
+    """Stock modules only, as in Flax's lm1b example."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(D, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, D, rngs=rngs, decode=False)
+        self.up = nnx.Linear(D, 48, rngs=rngs)
+        self.down = nnx.Einsum("btf,fd->btd", (48, D), rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm(x), is_causal=True)
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class Exact(nnx.Module):
+    """Products and sums of FP4 values with scales of few bits: float32 rounds none of them, so any
+    order of summation, and any fusion by XLA, gives the same bits."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(D, 48, rngs=rngs)
+        self.down = nnx.Einsum("btf,fd->btd", (48, D), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(qat.site(self, "hidden", nnx.relu(self.up(x))))
+
+
+class Unrolled(nnx.Module):
+    def __init__(self, rngs, block=Block, layers=3, wrap=None):
+        self.embed = nnx.Embed(24, D, rngs=rngs)
+        self.layers = nnx.List([block(rngs) for _ in range(layers)])
+        self.wrap = wrap or (lambda call: call)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = self.wrap(lambda layer, x: layer(x))(layer, x)
+        return self.embed.attend(x)
+
+
+class Scanned(nnx.Module):
+    def __init__(self, rngs, block=Block, layers=3, wrap=None):
+        self.embed = nnx.Embed(24, D, rngs=rngs)
+        self.layers = nnx.vmap(block)(rngs.split(layers))
+        self.wrap = wrap or (lambda call: call)
+
+    def __call__(self, tokens):
+        body = self.wrap(lambda x, layer: layer(x))
+        scan = nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.embed.attend(scan(self.embed(tokens), self.layers))
+
+
+RULES = (
+    qat.Rule("layers/*/{up,down}", weights="nvfp4", inputs="nvfp4"),
+    qat.Rule("layers/*/attention", tensors=ONE, guide="mantissa"),
+    qat.Rule("layers/*/attention/*", weights="nvfp4"),
+)
+EXACT_RULES = (
+    qat.Rule("layers/*/up", weights=ONE, inputs=ONE),
+    qat.Rule("layers/*", tensors=ONE, guide="mantissa"),
+    qat.Rule("layers/*/down", weights=ONE),
+)
+TOKENS = np.random.default_rng(0).integers(0, 24, (4, T))
+
+
+def recipe(scanned=False, rules=RULES, **options):
+    return qat.Recipe(rules=rules, layers="layers/*", scanned=scanned, **options)
+
+
+@functools.cache
+def unrolled(block=Block, keep_last=0):
+    """A model under its recipe, and its plain output, records, and output guided by them."""
+    model = Unrolled(nnx.Rngs(0), block)
+    rules = RULES if block is Block else EXACT_RULES
+    q = qat.nnx(model, recipe(rules=rules, keep_last=keep_last), TOKENS)
+    return q, model
+
+
+@functools.cache
+def ran(block=Block, keep_last=0):
+    q, _ = unrolled(block, keep_last)
+    out, records = jax.jit(q.record)(q.params, TOKENS)
+    return jax.jit(q.apply)(q.params, TOKENS), out, records
+
+
+def same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def stack(params):
+    """The unrolled model's parameters as the scanned model has them."""
+    pure = nnx.to_pure_dict(params)
+    layers = [pure["layers"][i] for i in sorted(pure["layers"])]
+    return pure | {"layers": jax.tree.map(lambda *a: jnp.stack(a), *layers)}
+
+
+def test_the_audit_names_every_parameter_and_site():
+    q, model = unrolled(1)
+    rows = {row.path: row for row in q.audit.rows}
+    params = {"/".join(map(str, p)) for p, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    assert params == {path for path, row in rows.items() if row.what == "weight"}
+    assert len(q.audit.weights) == 2 * 6 and len(q.audit.sites) == 2 * 4
+    assert rows["layers/0/down/kernel"].axis == (-2,)
+    assert rows["layers/0/attention/out/kernel"].axis == (-3, -2)
+    assert rows["layers/1/attention/k"].format == ONE
+    assert rows["layers/1/attention/k"].shape == (4, T, 2, 16)
+    assert rows["layers/2/up/kernel"].why == "layer kept as it is"
+    assert rows["layers/0/attention/query/bias"].why == "not a matrix of this module"
+    assert rows["embed/embedding"].why == rows["layers/0/norm/scale"].why == "no rule"
+
+
+def test_the_model_itself_is_left_alone():
+    model = Unrolled(nnx.Rngs(0), layers=1)
+    before, kinds = nnx.to_pure_dict(nnx.state(model)), type(model.layers[0].up)
+    q = qat.nnx(model, recipe(), TOKENS)
+    jax.jit(q.apply).trace(q.params, TOKENS)
+    same(nnx.to_pure_dict(nnx.state(model)), before)
+    assert type(model.layers[0].up) is kinds is nnx.Linear
+
+
+def test_guided_by_its_own_records_is_plain_qat_bit_for_bit():
+    q, model = unrolled()
+    plain, out, records = ran()
+    again, stats = jax.jit(q.guided)(q.params, records, TOKENS)
+    same(out, plain)
+    same(again, plain)
+    assert float(jnp.max(jnp.abs(plain - jax.jit(lambda m: m(TOKENS))(model)))) > 0.1
+    assert all(s.agreement.value == 1 for s in stats.values())
+    q.audit.check(stats)
+    counted, counts = jax.jit(q.counted)(q.params, TOKENS)
+    same(counted, plain)
+    q.audit.check(counts)
+
+
+def test_a_record_belongs_to_its_layer():
+    q, _ = unrolled()
+    plain, _, records = ran()
+    swap = {"layers/0/up/input": "layers/1/up/input", "layers/1/up/input": "layers/0/up/input"}
+    wrong = {path: records[swap.get(path, path)] for path in records}
+    out, stats = jax.jit(q.guided)(q.params, wrong, TOKENS)
+    assert stats["layers/0/up/input"].agreement.value < 0.9
+    assert np.any(out != plain)
+
+
+def scanned(block, keep_last=0, **options):
+    """The scanned model with the parameters of the unrolled one."""
+    rules = RULES if block is Block else EXACT_RULES
+    model = Scanned(nnx.Rngs(0), block, **options)
+    q = qat.nnx(model, recipe(True, rules, keep_last=keep_last), TOKENS)
+    params = nnx.clone(q.params)
+    nnx.replace_by_pure_dict(params, stack(unrolled(block, keep_last)[0].params))
+    return q, params
+
+
+def test_scanned_layers_do_what_unrolled_layers_do_bit_for_bit():
+    want, _, unrolled_records = ran(Exact, 1)
+    q, params = scanned(Exact, 1)
+    assert not q.audit.diff(unrolled(Exact, 1)[0].audit) and len(q.audit.sites) == 4
+    out, records = jax.jit(q.record)(params, TOKENS)
+    same(jax.jit(q.apply)(params, TOKENS), want)
+    same(out, want)
+    for path, one in unrolled_records.items():
+        layer, rest = int(path.split("/")[1]), path.split("/", 2)[2]
+        same(jax.tree.map(lambda a, i=layer: a[i], records[f"layers/{rest}"]), one)
+    again, stats = jax.jit(q.guided)(params, records, TOKENS)
+    same(again, want)
+    q.audit.check(stats)
+    assert set(stats) == set(unrolled(Exact, 1)[0].audit.sites)
+
+
+def test_scanned_stock_transformer_agrees_with_the_unrolled_one():
+    q, params = scanned(Block)
+    out, records = jax.jit(q.record)(params, TOKENS)
+    again, stats = jax.jit(q.guided)(params, records, TOKENS)
+    same(again, out)
+    q.audit.check(stats)
+    # XLA fuses the two programs' norms differently: a few codes on a boundary may flip
+    assert np.mean(np.abs(out - ran()[0]) < 1e-5) > 0.9
+
+
+@pytest.mark.parametrize("kind", [Unrolled, Scanned])
+def test_remat_changes_no_bit_of_values_and_records(kind):
+    want, _, _ = ran(Exact)
+    if kind is Scanned:
+        q, params = scanned(Exact, wrap=nnx.remat)
+    else:
+        model = Unrolled(nnx.Rngs(0), Exact, wrap=nnx.remat)
+        q, params = qat.nnx(model, recipe(rules=EXACT_RULES), TOKENS), unrolled(Exact)[0].params
+    plain, plain_params = scanned(Exact) if kind is Scanned else (unrolled(Exact)[0], params)
+
+    def step(q):
+        def loss(params, records):
+            out = q.guided(params, records, TOKENS)[0]
+            return jnp.sum(out**2), out
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+    out, records = jax.jit(q.record)(params, TOKENS)
+    same(out, want)
+    same(records, jax.jit(plain.record)(plain_params, TOKENS)[1])
+    (_, guided), gradient = step(q)(params, records)
+    (_, same_guided), same_gradient = step(plain)(plain_params, records)
+    same(guided, same_guided)
+    for one, other in zip(*map(jax.tree.leaves, (gradient, same_gradient)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(other))))
+
+
+def test_jit_and_vmap_inside_the_model_carry_records():
+    class Inner(nnx.Module):
+        def __init__(self, rngs, how):
+            self.up = nnx.Linear(D, D, rngs=rngs)
+            self.how = how
+
+        def __call__(self, x):
+            axes = nnx.StateAxes({nnx.Param: None, ...: 0})
+            how = {
+                "plain": lambda f: f,
+                "jit": nnx.jit,
+                "vmap": lambda f: nnx.vmap(f, in_axes=(axes, 0)),
+            }[self.how]
+            return how(lambda up, x: up(x))(self.up, x)
+
+    x = jax.random.normal(jax.random.key(0), (4, T, D))
+    rules = qat.Recipe(rules=(qat.Rule("up", weights="nvfp4", inputs="nvfp4"),))
+    found = []
+    for how in ("plain", "jit", "vmap"):
+        q = qat.nnx(Inner(nnx.Rngs(0), how), rules, x)
+        out, records = jax.jit(q.record)(q.params, x)
+        again, stats = jax.jit(q.guided)(q.params, records, x)
+        same(again, out)
+        found.append(records)
+        q.audit.check(stats)
+    same(found[1], found[0])
+    same(found[2], found[0])
+
+
+def test_transforms_around_the_model_change_no_bit():
+    q, _ = unrolled(Exact)
+    want, _, records = ran(Exact)
+    rows = TOKENS[:, None]
+    vmapped = jax.jit(jax.vmap(q.record, in_axes=(None, 0)))(q.params, rows)
+    same(jax.tree.map(lambda a: a[:, 0], vmapped), (want, records))
+
+    def step(carry, tokens):
+        return carry, jax.checkpoint(q.record)(q.params, tokens)
+
+    same(jax.jit(lambda t: jax.lax.scan(step, 0, t)[1])(rows), vmapped)
+    same(q.apply(q.params, TOKENS), want)  # op by op
+
+
+def test_shard_map_over_the_batch_changes_no_bit():
+    q, _ = unrolled(Exact)
+    want, _, records = ran(Exact)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = PartitionSpec("d"), PartitionSpec()
+    shard = functools.partial(jax.shard_map, mesh=mesh)
+    record = shard(q.record, in_specs=(whole, split), out_specs=(split, split))
+    same(jax.jit(record)(q.params, TOKENS), (want, records))
+
+    def guided(*args):
+        return q.guided(*args)[0]
+
+    guided = shard(guided, in_specs=(whole, split, split), out_specs=split)
+    same(jax.jit(guided)(q.params, records, TOKENS), want)
+
+
+class Two(nnx.Module):
+    def __init__(self, rngs):
+        self.a = nnx.Linear(D, 48, use_bias=False, rngs=rngs)
+        self.b = nnx.Linear(48, D, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(self.a(x))
+
+
+def test_the_gradient_is_that_of_the_straight_through_surrogate():
+    """y = q(q(x) A) B with A, B quantised: dB = h^T c, dA = q(x)^T c B^T, dx = c B^T A^T."""
+    x = jax.random.normal(jax.random.key(0), (5, D))
+    c = jax.random.normal(jax.random.key(1), (5, D))
+    rule = qat.Rule("*", weights="nvfp4", inputs="nvfp4")
+    q = qat.nnx(Two(nnx.Rngs(0)), qat.Recipe(rules=(rule,)), x)
+    grads, to_x = jax.jit(jax.grad(lambda p, x: jnp.sum(c * q.apply(p, x)), argnums=(0, 1)))(
+        q.params, x
+    )
+    nvfp4, valid = sites.Site(format=formats.get("nvfp4")), jnp.ones((5,), bool)
+
+    def fq(a):
+        return np.float64(sites.quantize_site(jnp.float32(a), None, valid, nvfp4, guided=False)[0])
+
+    matrices = nnx.to_pure_dict(q.quantize_params(q.params))
+    a, b = (np.float64(matrices[name]["kernel"]) for name in "ab")
+    xq = fq(x)
+    h = fq(xq @ a)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}  # sums of 48 float32 products
+    np.testing.assert_allclose(grads["b"]["kernel"][...], h.T @ c, **tolerance)
+    np.testing.assert_allclose(grads["a"]["kernel"][...], xq.T @ (c @ b.T), **tolerance)
+    np.testing.assert_allclose(to_x, c @ b.T @ a.T, **tolerance)
+    assert np.any(xq != x) and np.any(np.float64(q.params["a"]["kernel"][...]) != a)
+
+
+class Tap(nnx.Module):
+    """A module whose own code names a tensor; without a transform that is the identity."""
+
+    def __call__(self, x):
+        return qat.site(self, "k", x)
+
+
+def tap(x, **options):
+    rules = qat.Recipe(rules=(qat.Rule("k", tensors=ONE, **options),))
+    return qat.nnx(Tap(), rules, x)
+
+
+@pytest.mark.parametrize("guide", ["codes", "mantissa"])
+def test_records_of_another_precision_move_every_code_inside_its_bracket(guide):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_t(3, size=(8, 64)), jnp.float32)
+    rollout = jnp.asarray(x * (1 + 0.05 * rng.normal(size=x.shape)), jnp.bfloat16)
+    np.testing.assert_array_equal(Tap()(x), x)
+    q = tap(x, guide=guide)
+    recorded, records = jax.jit(q.record)(q.params, rollout)
+    got, stats = jax.jit(q.guided)(q.params, records, x)
+    record = records["k"]
+    outcome = codec.decode(record, format=formats.get(ONE), kind=guide)
+    step = np.repeat(np.float64(outcome.steps), 16, axis=-1)
+    code, theirs = np.float64(got) / step, np.float64(recorded.astype(jnp.float32)) / step
+    z = np.clip(x / step, -6, 6)
+    grid = np.sort(VALUES)
+    low = grid[np.searchsorted(grid, z, "right") - 1]
+    high = grid[np.minimum(np.searchsorted(grid, z, "left"), 15)]
+    assert np.all((code == low) | (code == high))
+    nearest = np.where(np.abs(low - theirs) <= np.abs(high - theirs), low, high)
+    inside = (theirs >= low) & (theirs <= high)
+    followed = code == nearest
+    assert np.all(followed[inside]) and np.all(followed | (guide == "mantissa"))
+    plain = np.float64(q.apply(q.params, x)) / step
+    assert np.mean(code == theirs) > np.mean(plain == theirs) + 0.05
+    assert stats["k"].agreement.value > 0.9
+
+
+def test_the_clipped_estimator_stops_the_gradient_where_the_record_saturates():
+    x = jnp.tile(jnp.arange(1.0, 17.0), (2, 1))
+    for ste, want in (("plain", np.ones(16)), ("clipped", np.arange(1, 17) <= 12)):
+        q = tap(x, ste=ste)
+        _, records = q.record(q.params, jnp.clip(x, 0, 12))  # their largest is 12
+        gradient = jax.grad(lambda x, q=q, r=records: jnp.sum(q.guided(q.params, r, x)[0]))(x)
+        np.testing.assert_array_equal(gradient, np.tile(want, (2, 1)))
+
+
+def test_tokens_without_a_record_round_on_their_own():
+    x = jax.random.normal(jax.random.key(0), (2, 3, D))
+    q = tap(x)
+    _, records = q.record(q.params, x * 1.07)
+    valid = jnp.array([[True, True, False], [True, False, False]])
+    got, _ = q.guided(q.params, records, x, valid=valid)
+    plain, (full, _) = q.apply(q.params, x), q.guided(q.params, records, x)
+    np.testing.assert_array_equal(got, jnp.where(valid[..., None], full, plain))
+    with pytest.raises(ValueError, match=r"valid: got \(5,\), need the leading axes of the rec"):
+        q.guided(q.params, records, x, valid=jnp.ones(5, bool))
+
+
+class Twice(nnx.Module):
+    def __init__(self, rngs):
+        self.a = nnx.Linear(D, D, rngs=rngs)
+
+    def __call__(self, x):
+        return self.a(self.a(x))
+
+
+def test_a_module_that_runs_twice_has_two_sites():
+    x = jax.random.normal(jax.random.key(0), (2, D))
+    q = qat.nnx(Twice(nnx.Rngs(0)), qat.Recipe(rules=(qat.Rule("a", inputs="nvfp4"),)), x)
+    assert q.audit.sites == ("a/input", "a/input#1")
+    out, records = jax.jit(q.record)(q.params, x)
+    assert np.any(records["a/input"].bits != records["a/input#1"].bits)
+    again, stats = jax.jit(q.guided)(q.params, records, x)
+    np.testing.assert_array_equal(again, out)
+    assert stats["a/input#1"].agreement.value == 1
+
+
+class Moe(nnx.Module):
+    def __init__(self, rngs, chain=False):
+        self.router = nnx.Linear(D, 2, rngs=rngs)
+        self.up = nnx.Param(jax.random.normal(rngs.params(), (2, D, D)))
+        self.chain = chain
+
+    def __call__(self, x):
+        gates = jax.nn.softmax(self.router(x + 0 if self.chain else x))
+        return jnp.einsum("te,td,edf->tf", gates, x, self.up[...]), gates
+
+
+MOE = qat.Rule("m", weights="nvfp4", inputs="nvfp4", axis=-2, bypass=("router",))
+
+
+def test_a_router_can_keep_the_input_that_the_experts_get_quantised():
+    x = jax.random.normal(jax.random.key(0), (4, D))
+    model = nnx.Dict(m=Moe(nnx.Rngs(0)))
+
+    class Around(nnx.Module):
+        def __init__(self, m):
+            self.m = m
+
+        def __call__(self, x):
+            return self.m(x)
+
+    moe = Moe(nnx.Rngs(0))
+    q = qat.nnx(Around(moe), qat.Recipe(rules=(MOE,), exclude=("m/router",)), x)
+    (out, gates), _ = q.counted(q.params, x)
+    np.testing.assert_array_equal(gates, moe(x)[1])
+    w = q.quantize_params(q.params)["m"]["up"][...]
+    nvfp4, valid = sites.Site(format=formats.get("nvfp4")), jnp.ones((4,), bool)
+    xq, _ = sites.quantize_site(x, None, valid, nvfp4, guided=False)
+    np.testing.assert_array_equal(out, jnp.einsum("te,td,edf->tf", gates, xq, w))
+    with pytest.raises(ValueError, match="bypass: got no such call of .'m/router'., need a call"):
+        q = qat.nnx(Around(Moe(nnx.Rngs(0), chain=True)), qat.Recipe(rules=(MOE,)), x)
+        q.apply(q.params, x)
+    del model
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda r: {}, r"missing \['k'\], unknown \[\]"),
+        (lambda r: r | {"v": r["k"]}, r"missing \[\], unknown \['v'\]"),
+        (lambda r: {"k": jax.tree.map(lambda a: a[:1], r["k"])}, "record of feed_k_0: got \\["),
+    ],
+)
+def test_records_that_do_not_fit_are_an_error(change, text):
+    x = jnp.ones((2, D))
+    q = tap(x)
+    _, records = q.record(q.params, x)
+    with pytest.raises(ValueError, match=text):
+        q.guided(q.params, change(records), x)
+
+
+class Hidden(nnx.Module):
+    """Runs a layer where no variable can come out."""
+
+    def __init__(self, rngs):
+        self.a = nnx.Linear(D, D, rngs=rngs)
+
+    def __call__(self, x, hide=False):
+        return x if hide else self.a(x)
+
+
+def test_a_forward_that_goes_another_way_than_the_audited_one_is_an_error():
+    x = jnp.ones((2, D))
+    q = qat.nnx(Hidden(nnx.Rngs(0)), qat.Recipe(rules=(qat.Rule("a", inputs="nvfp4"),)), x)
+    with pytest.raises(ValueError, match=r"\['a/input'\] did not run, .* Fix: build it with ex"):
+        q.counted(q.params, x, hide=True)
