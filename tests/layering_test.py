@@ -23,14 +23,17 @@ RANKS: list[tuple[str, ...]] = [
     ("parity", "policy", "rollout"),
     ("evaluate", "update"),
     ("stages",),
-    ("loop",),
-    ("compare",),
+    ("aot", "loop"),
+    ("compare", "sensitivity"),
 ]
 RANK_OF = {f"trace_jax.{name}": rank for rank, names in enumerate(RANKS) for name in names}
 
 # Only these modules of trace_jax see the whole Config; any may import the sections it reads.
 # `stages` is the half of the loop that builds what the other half runs.
-SEES_CONFIG = {f"trace_jax.{name}" for name in ("config", "overrides", "stages", "loop", "compare")}
+SEES_CONFIG = {
+    f"trace_jax.{name}"
+    for name in ("config", "overrides", "stages", "loop", "compare", "sensitivity", "aot.step")
+}
 MESH_NAMES = {"PartitionSpec", "Mesh", "AbstractMesh", "make_mesh"}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

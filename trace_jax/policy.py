@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from trace_jax import config as cfg
 from trace_jax.checks import require
 from trace_jax.formats import Format
-from trace_jax.guidance.record import SiteRecord
+from trace_jax.guidance.record import Guidance, SiteRecord, StoredGuidance
 from trace_jax.models import attention, moe, transformer
 from trace_jax.models.grouped_matmul import Dispatch, gather_rows, grouped_matmul
 from trace_jax.qat import plan as qat_plan
@@ -31,16 +31,18 @@ from trace_jax.rl import replay
 from trace_jax.types import Batch, Mean, Params
 
 CODED = "quant/coded/"  # share of values with a code other than zero: by site, and by audited path
-LogProbs = Callable[[Params, Batch], tuple[Array, dict[str, Mean]]]
+LogProbs = Callable[..., tuple[Array, dict[str, Mean]]]
 
 
 def make_log_probs(
     model: cfg.Model, quant: cfg.Quant, *, temperature: float, replay_routes: bool = True
 ) -> LogProbs:
-    """Builds `log_probs(params, batch) -> (logprobs_BS in nats, counts)`.
+    """Builds `log_probs(params, batch, follow_L=None) -> (logprobs_BS in nats, counts)`.
 
     The static choices (which layers, which format, guided or not) are taken here; the function is
     pure. Counts are undivided means: route mismatch, and per site the guide agreement and so on.
+    `follow_L` (bool) tells layers whose records are followed, for measurements: elsewhere a site
+    rounds on its own as if nothing had been recorded.
     """
     require(
         replay_routes or not (quant.guide_hidden and quant.trainer == "trace"),
@@ -53,7 +55,9 @@ def make_log_probs(
     view = transformer.make_layer_view(model)
     dtype = jnp.dtype(model.compute_dtype)
 
-    def log_probs(params: Params, batch: Batch) -> tuple[Array, dict[str, Mean]]:
+    def log_probs(
+        params: Params, batch: Batch, follow_L: Bool[Array, " L"] | None = None
+    ) -> tuple[Array, dict[str, Mean]]:
         _check_records(batch, model, quant)
         tokens_BS, valid_BS = batch.tokens_BT[:, :-1], batch.valid_BT[:, 1:]
         position_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
@@ -61,9 +65,10 @@ def make_log_probs(
         counts: dict[str, Mean] = {}
         for segment in segments:
             layer = _Layer(model, quant, segment.plan, valid_BS, position_BS)
-            xs = _segment_inputs(segment, params, batch)
+            xs = _segment_inputs(segment, params, batch, follow_L)
             body = layer.body(view, replay_routes)
-            x_BSD, stacked = jax.lax.scan(body, x_BSD, xs)
+            with jax.named_scope(f"layers[{segment.start}:{segment.stop}]"):
+                x_BSD, stacked = jax.lax.scan(body, x_BSD, xs)
             _add_up(counts, stacked, segment)
         logits = transformer.head_logits(params, x_BSD, model.norm_eps)
         return token_logprobs(logits, batch.tokens_BT[:, 1:], temperature), counts
@@ -104,6 +109,9 @@ def _check_records(batch: Batch, model: cfg.Model, quant: cfg.Quant) -> None:
         'a record, since quant.trainer is "trace"',
         "let the rollout record guidance; plain rounding would be silent misguidance",
     )
+    fix = "take micro-batches of it (`data.batching.micro_batches`): they bring the records"
+    stored = isinstance(guidance, StoredGuidance)
+    require(not stored, "policy: guidance of a rollout batch", "tickets of a store", "arrays", fix)
     expected = qat_plan.guidance_spec(quant, model.layers)
     require(
         guidance is None or quant.trainer == "bf16" or guidance.spec == expected,
@@ -115,17 +123,19 @@ def _check_records(batch: Batch, model: cfg.Model, quant: cfg.Quant) -> None:
 
 
 def _segment_inputs(
-    segment: qat_plan.Segment, params: Params, batch: Batch
+    segment: qat_plan.Segment, params: Params, batch: Batch, follow_L: Array | None
 ) -> tuple[Any, Any, Any]:
+    """Of the segment's layers: parameters, routes, and (records by site, whether to follow)."""
     rows = slice(segment.start, segment.stop)
     layers = jax.tree.map(lambda a: a[rows], params["layers"])
     routes = None if batch.routes_LBSX is None else batch.routes_LBSX[rows]
     records = None
     if segment.plan.recorded and batch.guidance is not None:
+        assert isinstance(batch.guidance, Guidance)  # `_check_records`
         first = batch.guidance.spec.layers.index(segment.start)
         kept = slice(first, first + segment.stop - segment.start)
         records = jax.tree.map(lambda a: a[kept], batch.guidance.sites)
-    return layers, routes, records
+    return layers, routes, (records, None if follow_L is None else follow_L[rows])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,20 +147,22 @@ class _Layer:
     plan: qat_plan.LayerPlan
     valid_BS: Bool[Array, "B S"]
     position_BS: Int[Array, "B S"]
+    follow: Bool[Array, ""] | None = None  # None: wherever there is a record
 
     def body(self, view, replay_routes: bool):
         def scan_body(x_BSD, xs):
-            layer, routes_BSX, records = xs
+            layer, routes_BSX, (records, follow) = xs
             if self.plan.weights is not None:
                 rule = policy_recipe.expert_weights(self.plan.weights)
                 layer = quantize_params(layer, Recipe(rules=(rule,)))
             counts: dict[str, Mean] = {}
+            run = dataclasses.replace(self, follow=follow)
             used = routes_BSX if replay_routes else None
             x_BSD, (logits, _, _, _) = view(layer)(
                 x_BSD,
                 self.position_BS,
-                lambda q, k, v: (self.attend(q, k, v, records, counts), None),
-                lambda m, x, r, g: (self.experts(m, x, r, g, records, counts), None),
+                lambda q, k, v: (run.attend(q, k, v, records, counts), None),
+                lambda m, x, r, g: (run.experts(m, x, r, g, records, counts), None),
                 used,
             )
             if routes_BSX is not None:
@@ -188,10 +200,9 @@ class _Layer:
 
     def hidden_site(self, h_NbF, dispatch: Dispatch, records, counts, format: Format):
         """The hidden rows sit in the blocked layout, so the record (B, S, X, ...) goes there."""
-        rows, valid = records, jnp.zeros(h_NbF.shape[:2], bool)
+        rows, pairs = records, dispatch.slot_MX.size
+        valid = dispatch.pair_R.reshape(h_NbF.shape[:2]) < pairs
         if records is not None and "expert_hidden" in records:
-            pairs = dispatch.slot_MX.size
-            valid = dispatch.pair_R.reshape(h_NbF.shape[:2]) < pairs
 
             def to_rows(a: Array) -> Array:
                 return gather_rows(a.reshape(pairs, a.shape[-1]), dispatch, per_pair=True)
@@ -205,18 +216,17 @@ class _Layer:
         if valid is None:
             valid = self.valid_BS.reshape(*self.valid_BS.shape, *(1,) * (x.ndim - 3))
             valid = jnp.broadcast_to(valid, x.shape[:-1])
-        y, stats = sites.quantize_site(
-            x,
-            record,
-            valid,
-            sites.Site(
-                format=format,
-                kind=self.quant.guide,
-                scale_bits=self.quant.guide_scale_bits,
-                global_bits=self.quant.guide_global_bits,
-            ),
-            guided=self.quant.trainer == "trace",
+        if self.follow is not None:
+            valid = valid & self.follow
+        site = sites.Site(
+            format=format,
+            kind=self.quant.guide,
+            scale_bits=self.quant.guide_scale_bits,
+            global_bits=self.quant.guide_global_bits,
         )
+        guided = self.quant.trainer == "trace"
+        with jax.named_scope(f"quantize[{name}]"):
+            y, stats = sites.quantize_site(x, record, valid, site, guided=guided)
         counts[f"{CODED}{name}"] = stats.coded
         counts[f"quant/nonfinite_blocks/{name}"] = stats.nonfinite
         if record is not None:

@@ -9,6 +9,7 @@ import pytest
 from trace_jax import config as cfg
 from trace_jax import policy
 from trace_jax.data import batching
+from trace_jax.qat.policy_recipe import trainer_audit
 
 MODES = {
     "bf16": cfg.Quant(rollout="bf16", trainer="bf16"),
@@ -42,6 +43,10 @@ def test_sampler_and_trainer_agree_in_float32(tiny, mode):
     assert np.std(batch.sampler_logprobs_BS[batch.loss_mask_BS]) > 0.5  # logits that matter
     np.testing.assert_allclose(gap, 0, atol=1e-5)
     assert counts["parity/route_mismatch"] == 0
+    audit = trainer_audit(tiny.MODEL, MODES[mode], pair.params)
+    coded = {path: counts[f"quant/coded/{path}"] for path in audit.sites}
+    assert (len(coded) == 0) == (mode == "bf16")
+    assert all(0.3 < share < 1 for share in coded.values())
     # of codes, or of the one bit that mantissa guidance has
     kinds = ("guide/agreement", "guide/bit_agreement")
     agreement = {n.split("/")[-1]: v for n, v in counts.items() if n.startswith(kinds)}

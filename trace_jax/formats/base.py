@@ -13,10 +13,12 @@ are its options. Three facts make guidance work for every format alike:
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, UInt8
 
 from trace_jax.checks import require
 
@@ -86,7 +88,7 @@ class Format(abc.ABC):
 
     def row_global(self, x: Float[Array, "*A K"]) -> Float[Array, "*A 1"] | None:
         """The global scale that each row has for itself."""
-        return self.global_scale(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
+        return self.global_scale(largest(x, axis=-1, keepdims=True))
 
     def spread(self, per_span: Float[Array, "*A N"]) -> Float[Array, "*A K"]:
         """Repeats one number per span to its values."""
@@ -128,7 +130,7 @@ class Format(abc.ABC):
             "pad the axis with zeros: `Format.pad`, or `quantize`, which does",
         )
         blocks = x.reshape(*x.shape[:-1], x.shape[-1] // self.block, self.block)
-        return jnp.max(jnp.abs(blocks), axis=-1)
+        return largest(blocks, axis=-1)
 
     def padded(self, length: int) -> int:
         """The next whole number of blocks."""
@@ -140,6 +142,30 @@ class Format(abc.ABC):
         return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, extra)]) if extra else rows
 
 
-def parity(codes: UInt8[Array, "*A"]) -> Int[Array, "*A"]:
+def largest(
+    x: Float[Array, "..."], axis: int | Sequence[int] | None = None, *, keepdims: bool = False
+) -> Float[Array, "..."]:
+    """max|x|, NaN if there is one: use it wherever a maximum magnitude sets a scale.
+
+    XLA:CPU's float maximum over an axis drops NaN for some shapes. The bits of magnitudes are
+    ordered as integers, NaN above Inf above all, and that maximum is the same on every backend.
+    """
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    top = jnp.max(bits, axis=axis, keepdims=keepdims)
+    return jax.lax.bitcast_convert_type(top, jnp.float32)
+
+
+def parity(codes: UInt8[Array, "*A"]) -> UInt8[Array, "*A"]:
     """The bit that alternates along the ordered codes: what compact guidance keeps."""
     return codes & 1
+
+
+def in_dtype(value: Float[Array, "*A"], dtype: jax.typing.DTypeLike) -> Float[Array, "*A"]:
+    """float32 values in `dtype`, rounded explicitly, since XLA:GPU may drop a cast.
+
+    Whoever reads the result in float32 again (attention does) would get what was not rounded.
+    """
+    bits = jnp.finfo(dtype)
+    if bits.bits == 16:
+        value = jax.lax.reduce_precision(value, bits.nexp, bits.nmant)
+    return value.astype(dtype)

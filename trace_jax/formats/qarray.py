@@ -1,7 +1,6 @@
 """The quantised array and the public `quantize`."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float, UInt8
 
 from trace_jax.checks import require
 from trace_jax.formats import e2m1, registry
-from trace_jax.formats.base import Format
+from trace_jax.formats.base import Format, in_dtype, largest
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +44,7 @@ class QArray:
         scale_bytes = jax.lax.bitcast_convert_type(scales, jnp.uint8)
         value = self.format.dequantize_rows(codes, scale_bytes, global_)
         value = value[..., : self.codes.shape[self.axis]]
-        return jnp.moveaxis(value, -1, self.axis).astype(dtype)
+        return in_dtype(jnp.moveaxis(value, -1, self.axis), dtype)
 
     def packed(self) -> UInt8[Array, "*P"]:
         """Two 4-bit codes a byte along `axis`, low nibble = even index; an odd width gets a 0."""
@@ -105,11 +104,11 @@ def quantize_together(
     axis = _axis("axis", axis, ndim)
     shared = _shared_axes(global_axes, axis, ndim)
     arrays = [x.astype(jnp.float32) for x in arrays]
-    largest = [jnp.max(jnp.abs(x), axis=shared, keepdims=True) for x in arrays]
-    shapes = [a.shape for a in largest]
+    each = [largest(x, axis=shared, keepdims=True) for x in arrays]
+    shapes = [a.shape for a in each]
     need = "one shape: the arrays may differ along shared axes only"
     require(len(set(shapes)) == 1, "quantize_together: shapes of global scales", shapes, need)
-    global_ = chosen.global_scale(functools.reduce(jnp.maximum, largest))
+    global_ = chosen.global_scale(largest(jnp.stack(each), axis=0))
     return [_quantize(x, chosen, axis, global_) for x in arrays]
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from trace_jax.formats import Format
+from trace_jax.formats.base import in_dtype
 from trace_jax.guidance import codec
 from trace_jax.guidance.record import Coding, SiteRecord
 from trace_jax.qat.sites import own_rounding
@@ -30,7 +31,7 @@ def decode(stored: Any, format: Format | None, width: int, dtype: Any) -> Float[
         return stored.astype(dtype)
     kept = codec.decode(stored, format=format, coding=Coding())
     value = format.element.decode(kept.values) * format.spread(kept.steps)
-    return value[..., :width].astype(dtype)
+    return in_dtype(value[..., :width], dtype)
 
 
 def record(cache: Any, format: Format, coding: Coding) -> Any:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, UInt8
 
 from trace_jax.checks import require
 from trace_jax.formats import Format
+from trace_jax.formats.base import in_dtype
 from trace_jax.guidance import codec
 from trace_jax.guidance.record import Coding, SiteRecord
 from trace_jax.types import Mean
@@ -142,7 +143,8 @@ def quantize_site(
         compared["flips"] = _count((kept(plain) != recorded)[..., :width], valid)
         compared["scale_equal"] = _count(own_scales == outcome.scales, valid)
         compared["undecoded"] = _count(outcome.failed[..., None], valid)
-    value = (format.element.decode(codes) * step)[..., :width].astype(x.dtype)
+    with jax.named_scope("value"):  # from here `aot/survival.py` looks back
+        value = in_dtype((format.element.decode(codes) * step)[..., :width], x.dtype)
     value = jax.lax.stop_gradient(value)
     stats = SiteStats(
         coded=_count((codes != 0)[..., :width], valid),
@@ -185,7 +187,9 @@ def quantize_weight(
     The source precision is the BF16 cast of the master weight, as on the rollout's side.
     """
     codes, scales, global_ = weight_codes(jax.lax.stop_gradient(w), format)
-    value = format.dequantize_rows(codes, scales, global_)[..., : w.shape[-1]].astype(dtype)
+    with jax.named_scope("value"):
+        value = format.dequantize_rows(codes, scales, global_)[..., : w.shape[-1]]
+        value = in_dtype(value, dtype)
     return straight_through(w.astype(dtype), jax.lax.stop_gradient(value))
 
 

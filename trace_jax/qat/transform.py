@@ -40,7 +40,8 @@ def quantize_params(params: Tree, recipe: Recipe | Plan) -> Tree:
     alone = set(plan.weights) - {path for group in plan.groups for path in group}
     for group in [*plan.groups, *((path,) for path in sorted(alone))]:
         weight = plan.weights[group[0]]
-        found = quantize_together([values[path] for path in group], weight)
+        with jax.named_scope(f"quantize[{group[0].replace('/', '.')}]"):
+            found = quantize_together([values[path] for path in group], weight)
         values.update(zip(group, found, strict=True))
     return jax.tree_util.tree_unflatten(treedef, [values[path] for path in paths])
 
