@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from trace_jax.guidance.record import Guidance, HostArray
+from trace_jax.guidance.record import Guidance, HostArray, StoredGuidance, Ticket
 
 # A number on the host: Python's, or numpy's as `jax.device_get` and sums of it give them.
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ class Trajectory:
     prompt_length: int  # tokens
     sampler_logprobs_R: np.ndarray  # float32, nats, of the response tokens
     routes_SLX: np.ndarray  # int16, experts chosen by the rollout
-    guidance: Guidance | None  # numpy leaves with leading axes (layers, S); None in bf16 rollouts
+    # numpy leaves with leading axes (layers, S), or where a store keeps them; None in bf16 rollouts
+    guidance: Guidance | Ticket | None
     finish_reason: str  # "stop" (a stop token was sampled; it is the last token) or "length"
     version: int  # of the weights that sampled it
 
@@ -83,7 +84,8 @@ class Batch:
     sampler_logprobs_BS: Float[Array, "B S"] | HostArray  # nats, mu; 0 where loss_mask is False
     advantages_B: Float[Array, " B"] | HostArray
     routes_LBSX: Int[Array, "L B S X"] | HostArray | None  # None: supervised, no replay
-    guidance: Guidance | None  # leaves (layers, B, S, ...); None: nothing was recorded
+    # leaves (layers, B, S, ...), or still in a store (micro-batches bring it); None: not recorded
+    guidance: Guidance | StoredGuidance | None
     old_logprobs_BS: Float[Array, "B S"] | HostArray | None = None  # nats, pi_old
     reference_logprobs_BS: Float[Array, "B S"] | HostArray | None = None  # nats, for the KL term
 

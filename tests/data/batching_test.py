@@ -13,7 +13,8 @@ from trace_jax.guidance.record import Guidance, GuidanceSpec, SiteRecord
 from trace_jax.types import Batch, Prompt, Scored, Trajectory
 
 L, X = 3, 2
-SPEC = GuidanceSpec(kind="codes", layers=(0, 2), sites=("expert_in", "k"))
+ONE = "nvfp4:global_rule=one"
+SPEC = GuidanceSpec(kind="codes", layers=(0, 2), sites=("expert_in", "k"), formats=("nvfp4", ONE))
 
 
 def make_guidance(rng, S, spec=SPEC):

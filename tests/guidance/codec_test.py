@@ -90,6 +90,20 @@ def test_every_format_comes_back_and_costs_what_site_bytes_says(name, kind):
         assert codec.site_bytes(3 * 256, format=format, coding=coding, rows=3) == nbytes
 
 
+def test_low_bits_are_matched_under_the_recorded_global_scale_and_not_the_trainers():
+    """One value 40 % larger moves every block scale that the trainer has under its own global."""
+    coding, x = Coding(kind="mantissa", scale_bits=2), bf16(6, 256)
+    largest = jnp.abs(x) == jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    own = jnp.where(largest, x * 1.4, x)
+    codes, scales, g = rounded(x, NVFP4.row_global(x), NVFP4)
+    _, own_scales, _ = rounded(own, NVFP4.row_global(own), NVFP4)
+    assert (np.abs(own_scales.astype(int) - scales.astype(int)) > 2).mean() > 0.5
+    record = encode(codes, scales, g, format=NVFP4, coding=coding)
+    out = decode(record, own, format=NVFP4, coding=coding)
+    moved = np.asarray(largest).reshape(6, 16, 16).any(-1)
+    np.testing.assert_array_equal(np.asarray(out.scales)[~moved], np.asarray(scales)[~moved])
+
+
 def test_low_bits_of_scales_decode_under_vmap_and_scan_as_row_by_row():
     coding, x = Coding(scale_bits=2, global_bits=16), bf16(4, 5, 128)
 

@@ -7,7 +7,7 @@ current one is computed.
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from trace_jax.checks import message, require
-from trace_jax.guidance.record import Guidance
+from trace_jax.guidance.record import Guidance, StoredGuidance, Ticket, crc_of_tokens, stack
 from trace_jax.types import Batch, Scored, Trajectory
 
 PAD_ROUTE = -1  # no expert: a padding token is routed nowhere
@@ -114,7 +114,7 @@ def collate(
         sampler_logprobs_BS=sampler_logprobs_BS,
         advantages_B=padded_advantages_B,
         routes_LBSX=_stack_routes(trajectories, rows, T - 1),
-        guidance=_stack_guidance(trajectories, rows, T - 1),
+        guidance=_gather_guidance(trajectories, rows, T - 1),
     )
 
 
@@ -133,16 +133,29 @@ def check_trajectory(trajectory: Trajectory) -> None:
     require(same, name, "tokens that do not start with the prompt's", "the prompt, then the answer")
     lengths = {"sampler_logprobs_R": (len(trajectory.sampler_logprobs_R), length - prompt_length)}
     lengths["routes_SLX"] = (len(trajectory.routes_SLX), length - 1)
-    if trajectory.guidance is not None:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(trajectory.guidance):
+    guidance = trajectory.guidance
+    if isinstance(guidance, Ticket):
+        lengths["guidance"] = (guidance.tokens, length - 1)
+        _check_ticket(trajectory, guidance, name)
+    elif guidance is not None:
+        layers = len(guidance.spec.layers)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(guidance):
             field = f"guidance{jax.tree_util.keystr(path)}"
             lengths[field] = (np.shape(leaf)[1], length - 1)
-            layers = len(trajectory.guidance.spec.layers)
             got = f"{np.shape(leaf)[0]} layers"
             require(np.shape(leaf)[0] == layers, f"{name}: {field}", got, f"{layers} of its spec")
     for field, (got_length, needed) in lengths.items():
         fix = f"{length} tokens, {prompt_length} of them prompt; the last is never processed"
         require(got_length == needed, f"{name}: {field}", f"length {got_length}", needed, fix)
+
+
+def _check_ticket(trajectory: Trajectory, ticket: Ticket, name: str) -> None:
+    """The stored record was made with these very tokens, by these weights."""
+    got = (ticket.version, ticket.prompt_length, ticket.tokens_crc)
+    tokens_crc = crc_of_tokens(trajectory.tokens_T)
+    need = (trajectory.version, trajectory.prompt_length, tokens_crc)
+    where, fix = f"{name}: guidance (version, prompt, tokens)", "keep the ticket of this trajectory"
+    require(got == need or ticket.tokens + 1 != len(trajectory.tokens_T), where, got, need, fix)
 
 
 def _padded_length(
@@ -168,25 +181,23 @@ def _stack_routes(trajectories: Sequence[Trajectory], rows: int, S: int) -> np.n
     return routes_LBSX
 
 
-def _stack_guidance(trajectories: Sequence[Trajectory], rows: int, S: int) -> Guidance | None:
-    """Guidance of all trajectories, leaf by leaf; its meaning stays closed to this module."""
+def _gather_guidance(
+    trajectories: Sequence[Trajectory], rows: int, S: int
+) -> Guidance | StoredGuidance | None:
+    """Guidance of all trajectories, stacked, or their tickets; its meaning stays closed here."""
     records = [t.guidance for t in trajectories]
-    makes = {jax.tree.structure(record) for record in records}  # sites and spec, or None
+    kinds = {type(record) for record in records}
+    names = sorted(kind.__name__ for kind in kinds)
     need = "the same sites and spec (or none) in every trajectory"
-    require(len(makes) == 1, "batching.collate: guidance", makes, need)
-    if records[0] is None:
-        return None
-
-    def stack(*leaves: np.ndarray) -> np.ndarray:
-        first = leaves[0]
-        makes = {(leaf.shape[0], leaf.shape[2:], leaf.dtype) for leaf in leaves}
-        require(len(makes) == 1, "batching.collate: guidance", makes, "leaves of one make")
-        stacked = np.zeros((first.shape[0], rows, S, *first.shape[2:]), first.dtype)
-        for row, leaf in enumerate(leaves):
-            stacked[:, row, : leaf.shape[1]] = leaf
-        return stacked
-
-    return jax.tree.map(stack, *records)
+    require(len(kinds) == 1, "batch guidance", names, need)
+    tickets = [record for record in records if isinstance(record, Ticket)]
+    if not tickets:
+        arrays = [record for record in records if isinstance(record, Guidance)]
+        return stack(arrays, rows, S) if arrays else None
+    specs = {ticket.spec for ticket in tickets}
+    require(len(specs) == 1, "batch guidance", specs, need)
+    padding = (None,) * (rows - len(tickets))
+    return StoredGuidance(tickets=(*tickets, *padding), like=tickets[0])
 
 
 def rows_for(count: int, multiple: int) -> int:
@@ -213,23 +224,27 @@ def minibatches(batch: Batch, *, count: int, seed: int) -> Iterator[Batch]:
         order = list(grain.MapDataset.source(order).seed(seed).shuffle())
     order += [int(row) for row in np.flatnonzero(~real_B)]
     parts = [np.array(order[part::count], np.int32) for part in range(count)]
-    return _prefetched(parts, batch)
+    return _prefetched(parts, lambda part: take_rows(batch, part))
 
 
 def micro_batches(batch: Batch, size: int) -> Iterator[Batch]:
     """The rows of `batch` in order, `size` at a time; the next is cut while one is computed.
 
+    Guidance that waits in a store is brought, verified, for just these rows, in that other thread.
     Raises: ValueError if `size` does not divide the rows: pad with `rows_for` in `collate`.
     """
     rows = len(batch.tokens_BT)
     divides = size >= 1 and rows % size == 0
     require(divides, "batching.micro_batches: size", size, f"a divisor of the {rows} rows")
-    return _prefetched([slice(start, start + size) for start in range(0, rows, size)], batch)
+    parts = [slice(start, start + size) for start in range(0, rows, size)]
+    return _prefetched(parts, lambda part: with_guidance(take_rows(batch, part)))
 
 
-def _prefetched(parts: Sequence[slice | np.ndarray], batch: Batch) -> Iterator[Batch]:
-    """`batch` restricted to each of the parts, one part ahead in a thread of Grain."""
-    dataset = grain.MapDataset.source(parts).map(lambda part: take_rows(batch, part))
+def _prefetched(
+    parts: Sequence[slice | np.ndarray], take: Callable[[slice | np.ndarray], Batch]
+) -> Iterator[Batch]:
+    """`take` of each of the parts, one part ahead in a thread of Grain."""
+    dataset = grain.MapDataset.source(parts).map(take)
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
     iterator = iter(dataset.to_iter_dataset(options))
     try:
@@ -241,6 +256,7 @@ def _prefetched(parts: Sequence[slice | np.ndarray], batch: Batch) -> Iterator[B
 def take_rows(batch: Batch, part: slice | np.ndarray) -> Batch:
     """Some rows of a batch, every field alike; the rows are the second axis of routes and guidance.
 
+    Guidance that waits in a store stays there: see `with_guidance`.
     Raises: ValueError if a field does not have the batch's rows on that axis.
     """
     rows = len(batch.tokens_BT)
@@ -255,8 +271,25 @@ def take_rows(batch: Batch, part: slice | np.ndarray) -> Batch:
     for field in dataclasses.fields(batch):
         axis = 1 if field.name in _SECOND_AXIS else 0
         value = getattr(batch, field.name)
+        if isinstance(value, StoredGuidance):
+            got, need = f"{len(value.tickets)} tickets", f"{rows}, one a row"
+            require(len(value.tickets) == rows, "Batch.guidance", got, need)
+            fields[field.name] = value.take(part)
+            continue
         fields[field.name] = jax.tree.map(lambda x, a=axis, n=field.name: take(x, a, n), value)
     return Batch(**fields)
+
+
+def with_guidance(batch: Batch) -> Batch:
+    """The batch with its records as arrays, brought from the store if they wait there.
+
+    Raises: GuidanceError if a record is damaged or does not belong to its row.
+    """
+    stored = batch.guidance
+    if not isinstance(stored, StoredGuidance):
+        return batch
+    loaded = stored.load(np.asarray(batch.tokens_BT), np.asarray(batch.valid_BT))
+    return dataclasses.replace(batch, guidance=loaded)
 
 
 def _sample_id(item: Scored) -> int:

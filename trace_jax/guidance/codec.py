@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt8, UInt16
 
-from trace_jax.checks import require
+from trace_jax.checks import message, require
 from trace_jax.formats import Format, e2m1
 from trace_jax.guidance import scale_code
 from trace_jax.guidance.record import Coding, SiteRecord
@@ -92,7 +92,8 @@ def decode(
     kept = scale_bits(values.shape[-1], format=format, coding=coding)
     if kept < 8:
         need = "the trainer's own rows: the record has only the low bits of scales"
-        require(x is not None, "guidance codec.decode: x", None, need)
+        if x is None:
+            raise ValueError(message("guidance codec.decode: x", None, need))
         _, own = format.quantize_rows(x, global_)
         scales, failed = scale_code.decode(scales, own, kept, _nan_byte(format))
     steps = format.steps(scales, global_)

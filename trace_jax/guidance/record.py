@@ -8,6 +8,7 @@ Source: TRACE (arXiv 2610.07767), sections on guided QAT and compact guidance.
 """
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -97,6 +98,11 @@ class Ticket:
     version: int  # of the weights that sampled it
 
 
+def crc_of_tokens(tokens_T: np.ndarray) -> int:
+    """What ties a record to the sequence it was made with."""
+    return zlib.crc32(np.ascontiguousarray(tokens_T, "<i4").tobytes())
+
+
 class Source(Protocol):
     """What gives records back for tickets; `store.GuidanceStore` is one."""
 
@@ -144,12 +150,12 @@ def stack(records: Sequence[Guidance | None], rows: int, S: int) -> Guidance:
     present = [(row, record) for row, record in enumerate(records) if record is not None]
     makes = {jax.tree.structure(record) for _, record in present}  # sites and spec
     need = "the same sites and spec (or none) in every trajectory"
-    require(len(makes) == 1, "guidance of a batch", makes, need)
+    require(len(makes) == 1, "batch guidance", makes, need)
 
     def join(*leaves: np.ndarray) -> np.ndarray:
         first = leaves[0]
         makes = {(leaf.shape[0], leaf.shape[2:], leaf.dtype) for leaf in leaves}
-        require(len(makes) == 1, "guidance of a batch", makes, "leaves of one make")
+        require(len(makes) == 1, "batch guidance", makes, "leaves of one make")
         stacked = np.zeros((first.shape[0], rows, S, *first.shape[2:]), first.dtype)
         for (row, _), leaf in zip(present, leaves, strict=True):
             stacked[:, row, : leaf.shape[1]] = leaf
