@@ -1,12 +1,12 @@
-"""Measures which layers' guidance matters, and chooses layers under a byte budget.
+"""Measures which guidance matters, and chooses sites and layers under a byte budget.
 
     python launch/probe.py --start=runs/demo_cpu                     budget: 4/5 of compact guidance
     python launch/probe.py --start=runs/demo_cpu --budget=100 --set quant.guide_scale_bits=2
 
-Rolls out one step of the run's policy with every layer recorded, then recomputes the trainer's
-log-probs with some layers followed. Prints the gap by layer, the comparison with the latter half
-of the layers, and the setting to train with. Guidance is coded as quant.guide and its scale bits
-say; the default here is mantissa bits.
+Rolls out one step of the run's policy with everything recorded, then recomputes the trainer's
+log-probs with some of it followed. Prints what each site of each layer contributes, a comparison
+with the paper's latter half of the layers, and the setting to train with. Guidance is coded as
+quant.guide and its scale bits say; the default here is mantissa bits.
 """
 
 from absl import flags
@@ -17,7 +17,7 @@ _CONFIG = flags.DEFINE_string("config", "configs/demo_cpu.py", "a file with get_
 _START = flags.DEFINE_string("start", "runs/demo_cpu", "the run whose policy to measure")
 _BUDGET = flags.DEFINE_integer("budget", None, "bytes per token", lower_bound=0)
 _TRIES = flags.DEFINE_integer(
-    "tries", None, "measurements for improving the choice (default: 2 x layers)", lower_bound=1
+    "tries", None, "measurements for improving the choice (default: 4 a unit)", lower_bound=1
 )
 _SET = flags.DEFINE_multi_string("set", [], "section.field=value; may be repeated")
 
@@ -30,7 +30,9 @@ def main() -> None:
 
     from trace_jax import sensitivity
 
-    budget = sensitivity.default_budget(config) if _BUDGET.value is None else _BUDGET.value
+    budget = _BUDGET.value
+    if budget is None:
+        budget = sensitivity.compact_bytes(config) * 4 // 5
     report = sensitivity.measure(config, _START.value, budget=budget, tries=_TRIES.value)
     print(sensitivity.describe(report, budget))
 

@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # of one rank do not see each other: they meet in `types`. The longest matching entry counts.
 RANKS: list[tuple[str, ...]] = [
     ("checks", "interrupt", "progress"),
+    ("layer_choice",),
     ("formats", "guidance.record", "manifest", "rundir", "sharding"),
     ("config_checks",),
     ("config", "types"),

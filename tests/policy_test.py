@@ -70,8 +70,8 @@ def test_a_rollout_without_guidance_is_refused_by_a_guided_trainer():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layers": (1,)},
-        {"layers": (0, 1, 2)},
+        {"layers": ((1,),) * 3},
+        {"layers": ((0, 1, 2),) * 3},
         {"kind": "mantissa"},
         {"sites": ("k", "v")},
         {"formats": ("mxfp4", "nvfp4", "nvfp4")},

@@ -44,7 +44,7 @@ def make_batch(lengths, *, seed=0, mask=None):
                     global_scale=None,
                 )
             },
-            spec=GuidanceSpec(kind="codes", layers=(1, 2), sites=("k",), formats=("nvfp4",)),
+            spec=GuidanceSpec(kind="codes", layers=((1, 2),), sites=("k",), formats=("nvfp4",)),
         ),
         old_logprobs_BS=rng.uniform(-3, -1, (b, s)).astype(np.float32),
     )

@@ -45,7 +45,7 @@ class Quant:
     guide: str = "codes"  # "codes" (4 bits a value) | "mantissa" (1 bit a value)
     guide_scale_bits: int = 8  # low bits kept of a scale byte: 8 (all of them), 4, 3 or 2
     guide_global_bits: int = 32  # of a global scale: 32, or 16 (exact for BF16 activations)
-    guide_layers: str = "all"  # "all" | "latter_half" | "last:N" | "0,3,5"
+    guide_layers: str = "all"  # "all" | "latter_half" | "last:N" | "0,3,5" | "expert_in=all kv=2"
     guide_hidden: bool = (
         False  # also guide the input of the second expert matmul (beyond the paper)
     )

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast, get_args, get_origin
 
-from trace_jax import formats
+from trace_jax import formats, layer_choice
 from trace_jax.checks import require
 from trace_jax.guidance import record
 
@@ -43,7 +43,7 @@ def _check(
     section: Any,
     where: str,
     *,
-    choices: Mapping[str, tuple[str, ...]] | None = None,
+    choices: Mapping[str, tuple[Any, ...]] | None = None,
     least: Mapping[str, int | float] | None = None,
     above: Mapping[str, int | float] | None = None,
     most: Mapping[str, int | float] | None = None,
@@ -155,7 +155,7 @@ def quant(section: Any) -> None:
         "quantised expert inputs: it guides the input of their second matmul",
         "quant.guide_hidden=false, or quant.acts=nvfp4",
     )
-    _guide_layers(section.guide_layers)
+    layer_choice.parse(section.guide_layers)
 
 
 def data(section: Any) -> None:
@@ -351,27 +351,11 @@ def _check_layers(model: Any, quant: Any) -> None:
         f"{quant.keep_first} + {quant.keep_last}",
         f"fewer than the {model.layers} layers, or nothing is quantised",
     )
-    kind, numbers = _guide_layers(quant.guide_layers)
-    if kind == "last":
-        inside = 1 <= numbers[0] <= stop - first
-        need = f"last:N with N in 1..{stop - first}, the quantised layers"
-    else:
-        inside = all(first <= layer < stop for layer in numbers)
-        need = f"quantised layers, {first}..{stop - 1}"
-    require(inside, "config.quant.guide_layers", quant.guide_layers, need)
+    layer_choice.choose(quant.guide_layers, guidable_sites(quant), first, stop)
 
 
-def _guide_layers(text: str) -> tuple[str, list[int]]:
-    """The kind ("all", "latter_half", "last" or "list") and the numbers that `text` names."""
-    if text in ("all", "latter_half"):
-        return text, []
-    found = re.fullmatch(r"(last:)?(\d+(?:,\d+)*)", text)
-    numbers = [] if found is None else [int(number) for number in found[2].split(",")]
-    last = found is not None and found[1] is not None
-    require(
-        len(numbers) == 1 or (len(numbers) == len(set(numbers)) > 1 and not last),
-        "config.quant.guide_layers",
-        repr(text),
-        "all, latter_half, last:N, or different layers like 0,3,5",
-    )
-    return "last" if last else "list", numbers
+def guidable_sites(quant: Any) -> tuple[str, ...]:
+    """Sites that a rollout under this section can record."""
+    sites = () if quant.acts is None else ("expert_in",)
+    sites += ("expert_hidden",) if quant.guide_hidden else ()
+    return sites if quant.kv is None else (*sites, "k", "v")

@@ -37,12 +37,12 @@ LogProbs = Callable[..., tuple[Array, dict[str, Mean]]]
 def make_log_probs(
     model: cfg.Model, quant: cfg.Quant, *, temperature: float, replay_routes: bool = True
 ) -> LogProbs:
-    """Builds `log_probs(params, batch, follow_L=None) -> (logprobs_BS in nats, counts)`.
+    """Builds `log_probs(params, batch, follow=None) -> (logprobs_BS in nats, counts)`.
 
     The static choices (which layers, which format, guided or not) are taken here; the function is
     pure. Counts are undivided means: route mismatch, and per site the guide agreement and so on.
-    `follow_L` (bool) tells layers whose records are followed, for measurements: elsewhere a site
-    rounds on its own as if nothing had been recorded.
+    `follow` (by site, bool of each layer) is for measurements: where it is False a site rounds on
+    its own, as if nothing had been recorded there.
     """
     require(
         replay_routes or not (quant.guide_hidden and quant.trainer == "trace"),
@@ -56,7 +56,7 @@ def make_log_probs(
     dtype = jnp.dtype(model.compute_dtype)
 
     def log_probs(
-        params: Params, batch: Batch, follow_L: Bool[Array, " L"] | None = None
+        params: Params, batch: Batch, follow: dict[str, Bool[Array, " L"]] | None = None
     ) -> tuple[Array, dict[str, Mean]]:
         _check_records(batch, model, quant)
         tokens_BS, valid_BS = batch.tokens_BT[:, :-1], batch.valid_BT[:, 1:]
@@ -65,7 +65,7 @@ def make_log_probs(
         counts: dict[str, Mean] = {}
         for segment in segments:
             layer = _Layer(model, quant, segment.plan, valid_BS, position_BS)
-            xs = _segment_inputs(segment, params, batch, follow_L)
+            xs = _segment_inputs(segment, params, batch, follow)
             body = layer.body(view, replay_routes)
             with jax.named_scope(f"layers[{segment.start}:{segment.stop}]"):
                 x_BSD, stacked = jax.lax.scan(body, x_BSD, xs)
@@ -123,19 +123,22 @@ def _check_records(batch: Batch, model: cfg.Model, quant: cfg.Quant) -> None:
 
 
 def _segment_inputs(
-    segment: qat_plan.Segment, params: Params, batch: Batch, follow_L: Array | None
+    segment: qat_plan.Segment, params: Params, batch: Batch, follow: dict[str, Array] | None
 ) -> tuple[Any, Any, Any]:
-    """Of the segment's layers: parameters, routes, and (records by site, whether to follow)."""
+    """Of the segment's layers: parameters, routes, and (records, whether to follow) by site."""
     rows = slice(segment.start, segment.stop)
     layers = jax.tree.map(lambda a: a[rows], params["layers"])
     routes = None if batch.routes_LBSX is None else batch.routes_LBSX[rows]
     records = None
     if segment.plan.recorded and batch.guidance is not None:
-        assert isinstance(batch.guidance, Guidance)  # `_check_records`
-        first = batch.guidance.spec.layers.index(segment.start)
-        kept = slice(first, first + segment.stop - segment.start)
-        records = jax.tree.map(lambda a: a[kept], batch.guidance.sites)
-    return layers, routes, (records, None if follow_L is None else follow_L[rows])
+        guidance = batch.guidance
+        assert isinstance(guidance, Guidance)  # `_check_records`
+        records = {}
+        for site in segment.plan.recorded:
+            first = guidance.spec.layers_of(site).index(segment.start)
+            kept = slice(first, first + segment.stop - segment.start)
+            records[site] = jax.tree.map(lambda a, kept=kept: a[kept], guidance.sites[site])
+    return layers, routes, (records, jax.tree.map(lambda a: a[rows], follow))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +150,7 @@ class _Layer:
     plan: qat_plan.LayerPlan
     valid_BS: Bool[Array, "B S"]
     position_BS: Int[Array, "B S"]
-    follow: Bool[Array, ""] | None = None  # None: wherever there is a record
+    follow: dict[str, Bool[Array, ""]] | None = None  # None: wherever there is a record
 
     def body(self, view, replay_routes: bool):
         def scan_body(x_BSD, xs):
@@ -217,7 +220,7 @@ class _Layer:
             valid = self.valid_BS.reshape(*self.valid_BS.shape, *(1,) * (x.ndim - 3))
             valid = jnp.broadcast_to(valid, x.shape[:-1])
         if self.follow is not None:
-            valid = valid & self.follow
+            valid = valid & self.follow[name]
         site = sites.Site(
             format=format,
             kind=self.quant.guide,

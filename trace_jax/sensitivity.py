@@ -1,13 +1,13 @@
-"""Which layers' guidance is worth its bytes, measured on a trained policy.
+"""Which sites of which layers are worth their bytes, measured on a trained policy.
 
-One step is rolled out with every quantised layer recorded. Then the trainer's log-probs are
-computed again and again with the records of some layers followed and the others ignored: one
-compiled program, the choice is an argument. The mean gap to the sampler's log-probs is what
+One step is rolled out with everything recorded. Then the trainer's log-probs are computed again and
+again with some records followed and the others ignored: one compiled program, the choice is an
+argument. The mean gap to the sampler's log-probs is what
 `guidance.probe` chooses by.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,14 @@ from trace_jax import config as cfg
 from trace_jax import loop, stages
 from trace_jax.data import batching
 from trace_jax.guidance import probe
+from trace_jax.guidance.record import GuidanceSpec
 from trace_jax.progress import progress
 from trace_jax.qat import plan as qat_plan
 from trace_jax.reward.pool import RewardPool
+
+# Sites that are kept or left out together: K and V of a layer are
+UNITS = {"expert_in": ("expert_in",), "expert_hidden": ("expert_hidden",), "kv": ("k", "v")}
+Unit = tuple[str, int]  # (name out of UNITS, layer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,64 +35,91 @@ class Report:
     sensitivity: probe.Sensitivity
     choice: probe.Choice
     rows: list[probe.Row]
-    layer_bytes: int  # per token and layer
+    cost: dict[Unit, int]  # bytes per token
 
     @property
     def setting(self) -> str:
-        """The override that trains with the chosen layers."""
-        return "quant.guide_layers=" + ",".join(str(layer) for layer in self.choice.units)
+        """The override that trains with the chosen units."""
+        return "quant.guide_layers=" + spell(self.choice.units)
+
+
+def spell(units: Sequence[Unit]) -> str:
+    """Units as `layer_choice` reads them: "expert_in=0,1 kv=2"."""
+    by_site: dict[str, list[str]] = {}
+    for site, layer in sorted(units):
+        by_site.setdefault(site, []).append(str(layer))
+    return " ".join(f"{site}={','.join(layers)}" for site, layers in by_site.items())
 
 
 def measure(config: cfg.Config, start: str, *, budget: int, tries: int | None = None) -> Report:
-    """Measures the layers of `config` with the policy of run `start`.
+    """Measures the sites and layers of `config` with the policy of run `start`.
 
     Args:    budget: bytes per token. tries: measurements to spend on improving the choice by
-             swaps; None: twice the number of layers.
+             swaps; None: four for each unit.
     Raises:  ValueError if the configuration guides nothing or the run has another model.
     """
     quant = dataclasses.replace(config.quant, rollout="fp4", trainer="trace", guide_layers="all")
     run = dataclasses.replace(config.run, init_from=start)
     config = dataclasses.replace(config, quant=quant, warm_start=None, run=run)
+    spec = qat_plan.guidance_spec(quant, config.model.layers)
+    assert spec is not None  # the trainer is guided
+    cost = costs(config.model, quant, spec)
+    units, tries = tuple(cost), 4 * len(cost) if tries is None else tries
     built = stages.build(config)
     params = loop.load_params(start, stages.initial_params(built))
     gap = _make_gap(built, params)
-    spec = qat_plan.guidance_spec(quant, config.model.layers)
-    assert spec is not None  # the trainer is guided
-    per_layer = qat_plan.bytes_per_token(spec, config.model) // len(spec.layers)
-    cost = dict.fromkeys(spec.layers, per_layer)
-    tries = 2 * len(spec.layers) if tries is None else tries
-    with progress(len(spec.layers) + 2 + tries + 2, "probing") as bar:
+    stop = max(layer for _, layer in units) + 1
+    first = min(layer for _, layer in units)
+    half = frozenset(unit for unit in units if unit[1] >= (first + stop) // 2)
+    with progress(len(units) + 3 + tries, "probing") as bar:
 
-        def counted(units: frozenset) -> float:
+        def counted(kept: frozenset) -> float:
             bar.update(1)
-            return gap(units)
+            return gap(kept)
 
-        found = probe.measure(spec.layers, counted)
+        found = probe.measure(units, counted)
         choice = probe.select(found.benefit, cost, budget)
-        choice = probe.refine(choice, found, cost, budget, counted, tries=max(tries, 1))
-        half = spec.layers[len(spec.layers) // 2 :]
-        arms = {
-            "latter half of the layers": (per_layer * len(half), counted(frozenset(half))),
-            "all layers": (per_layer * len(spec.layers), found.gap_all),
-            f"chosen: {','.join(map(str, choice.units)) or 'none'}": (choice.bytes, choice.gap),
-        }
+        choice = probe.refine(choice, found, cost, budget, counted, tries=tries)
+        gap_half = counted(half)
+    assert choice.gap is not None
+    arms = {
+        "latter half, as the paper codes it": (compact_bytes(config), gap_half),
+        "latter half": (sum(cost[unit] for unit in half), gap_half),
+        "everything": (sum(cost.values()), found.gap_all),
+        f"chosen: {spell(choice.units) or 'nothing'}": (choice.bytes, choice.gap),
+    }
     rows = probe.compare(arms, gap_none=found.gap_none, gap_all=found.gap_all)
-    return Report(sensitivity=found, choice=choice, rows=rows, layer_bytes=per_layer)
+    return Report(sensitivity=found, choice=choice, rows=rows, cost=cost)
+
+
+def costs(model: cfg.Model, quant: cfg.Quant, spec: GuidanceSpec) -> dict[Unit, int]:
+    """Bytes per token of each unit that a rollout under `quant` can record."""
+    found = {}
+    for name, sites in UNITS.items():
+        for layer in spec.layers_of(sites[0]) if sites[0] in spec.sites else ():
+            one = dataclasses.replace(quant, guide_layers=f"{name}={layer}")
+            alone = qat_plan.guidance_spec(one, model.layers)
+            found[name, layer] = qat_plan.bytes_per_token(alone, model)
+    return found
 
 
 def _make_gap(built: stages.Stages, params: Any) -> Callable[[frozenset], float]:
-    """gap(layers followed) -> mean |trainer - sampler| of sampled tokens, nats, on one rollout."""
+    """gap(units followed) -> mean |trainer - sampler| of sampled tokens, nats, on one rollout."""
     config = built.config
     prompts = built.prompts.train[: config.data.prompts_per_step]
     with RewardPool(config.data.reward) as pool:
         collected = stages.roll_out(built, built.sync(params, 0), prompts, pool, 0, 0)
     parts = list(batching.micro_batches(collected.batch, config.optim.micro_batch))
 
-    def gap(units: frozenset) -> float:
-        follow_L = jnp.asarray([layer in units for layer in range(config.model.layers)])
+    def gap(kept: frozenset) -> float:
+        follow = {
+            site: jnp.asarray([(name, layer) in kept for layer in range(config.model.layers)])
+            for name, sites in UNITS.items()
+            for site in sites
+        }
         total = count = 0.0
         for part in parts:
-            logprobs_BS = jax.device_get(built.log_probs(params, part, follow_L)[0])
+            logprobs_BS = jax.device_get(built.log_probs(params, part, follow)[0])
             mask_BS = np.asarray(part.loss_mask_BS)
             difference = np.abs(logprobs_BS - np.asarray(part.sampler_logprobs_BS))
             total += float(difference[mask_BS].sum(dtype=np.float64))
@@ -99,21 +131,18 @@ def _make_gap(built: stages.Stages, params: Any) -> Callable[[frozenset], float]
 
 def describe(report: Report, budget: int) -> str:
     """The report as text."""
-    lines = ["layer  gap without it - gap with all [nats]"]
-    for layer, benefit in report.sensitivity.benefit.items():
-        lines.append(f"{layer:>5}  {benefit:+.5f}")
     found = report.sensitivity
+    lines = ["unit              bytes/token  gap without it - gap with all [nats]"]
+    for (site, layer), benefit in found.benefit.items():
+        lines.append(f"{site:<13} {layer:>3} {report.cost[site, layer]:>12}  {benefit:+.5f}")
     lines.append(f"nothing guided {found.gap_none:.5f}, everything guided {found.gap_all:.5f}")
-    lines.append("")
-    lines.append(probe.table(report.rows))
-    lines.append("")
-    lines.append(f"{report.layer_bytes} bytes a token and layer, budget {budget}:")
-    lines.append(f"    --set {report.setting}" if report.choice.units else "    no layer fits")
+    lines += ["", probe.table(report.rows), "", f"within {budget} bytes a token:"]
+    lines.append(f'    --set "{report.setting}"' if report.choice.units else "    nothing fits")
     return "\n".join(lines)
 
 
-def default_budget(config: cfg.Config) -> int:
-    """Four fifths of what the paper's compact mode costs on this model (bytes per token)."""
+def compact_bytes(config: cfg.Config) -> int:
+    """Bytes per token of the paper's compact mode on this model: one bit, latter half."""
     compact = dataclasses.replace(
         config.quant,
         rollout="fp4",
@@ -124,4 +153,4 @@ def default_budget(config: cfg.Config) -> int:
         guide_global_bits=32,
     )
     spec = qat_plan.guidance_spec(compact, config.model.layers)
-    return qat_plan.bytes_per_token(spec, config.model) * 4 // 5
+    return qat_plan.bytes_per_token(spec, config.model)

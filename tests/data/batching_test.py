@@ -14,12 +14,14 @@ from trace_jax.types import Batch, Prompt, Scored, Trajectory
 
 L, X = 3, 2
 ONE = "nvfp4:global_rule=one"
-SPEC = GuidanceSpec(kind="codes", layers=(0, 2), sites=("expert_in", "k"), formats=("nvfp4", ONE))
+SPEC = GuidanceSpec(
+    kind="codes", layers=((0, 2), (0, 2)), sites=("expert_in", "k"), formats=("nvfp4", ONE)
+)
 
 
 def make_guidance(rng, S, spec=SPEC):
     def site(per_token, global_scale):
-        lead = (len(spec.layers), S, *per_token)
+        lead = (len(spec.layers[0]), S, *per_token)
         return SiteRecord(
             bits=rng.integers(1, 256, (*lead, 8), np.uint8),
             scales=rng.integers(1, 256, (*lead, 1), np.uint8),
@@ -139,7 +141,9 @@ def test_collate_of_bf16_rollouts_has_no_guidance():
     mixed = [make(0, 2, 3), make(1, 2, 3, guidance=None)]
     with pytest.raises(ValueError, match=r"guidance: .*same sites and spec"):
         batching.collate(mixed, np.zeros(2, np.float32), **args)
-    other = make_guidance(np.random.default_rng(0), 4, dataclasses.replace(SPEC, layers=(0, 1)))
+    other = make_guidance(
+        np.random.default_rng(0), 4, dataclasses.replace(SPEC, layers=((0, 1), (0, 1)))
+    )
     with pytest.raises(ValueError, match=r"guidance: .*same sites and spec"):
         batching.collate([mixed[0], make(1, 2, 3, guidance=other)], np.zeros(2, np.float32), **args)
     with pytest.raises(ValueError, match="got no trajectory"):

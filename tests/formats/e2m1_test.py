@@ -166,6 +166,15 @@ def test_bracket_with_a_step_of_zero_is_zero():
     np.testing.assert_array_equal([low, high], np.zeros((2, 3)))
 
 
+@pytest.mark.parametrize("step", [1.0, 2.0**-126, 2.0**-140])
+def test_what_is_subnormal_counts_as_zero_whether_a_backend_flushes_it_or_not(step):
+    """Midpoints times a tiny step flush to 0, and 0 >= 0 holds: without a guard 0 becomes .5."""
+    x = jnp.array([0.0, -0.0, 1e-40, -1e-40, 2.0**-127], jnp.float32)
+    steps = jnp.full(5, step, jnp.float32)
+    np.testing.assert_array_equal(round_nearest(x, steps), np.zeros(5))
+    np.testing.assert_array_equal(bracket(x, steps), np.zeros((2, 5)))
+
+
 def test_pack_puts_the_even_index_in_the_low_nibble():
     codes = round_nearest(jnp.array([0.5, 6.0], jnp.float32), jnp.ones(2))
     np.testing.assert_array_equal(e2m1.pack(codes), [0x71])
@@ -194,7 +203,8 @@ def test_rounding_is_comparisons_so_the_compiler_has_no_cast_to_delete():
     """XLA:GPU deletes a cast to float4 and back; the jaxpr and the compiled program compare."""
     x, step = jnp.ones((8, 64)), jnp.ones((8, 64))
     primitives = [str(eqn.primitive) for eqn in jax.make_jaxpr(e2m1.round_nearest)(x, step).eqns]
-    assert (primitives.count("gt"), primitives.count("ge")) == (4 + 2, 3)  # + step > 0, code > 0
+    # with step > 0, code > 0 and "not subnormal"
+    assert (primitives.count("gt"), primitives.count("ge")) == (4 + 2, 3 + 1)
     text = round_nearest.lower(x, step).compile().as_text()
     assert text.count("direction=GE") >= 3 and text.count("direction=GT") >= 4
     assert "f4e2m1" not in text and "divide" not in text

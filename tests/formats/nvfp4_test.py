@@ -29,8 +29,9 @@ def global_of_rows(x):
     return {rule: nvfp4.global_scale(amax, rule) for rule in RULES}
 
 
-quantize_rows = jax.jit(nvfp4.quantize_rows)
-dequantize_rows = jax.jit(nvfp4.dequantize_rows)
+FORMAT = nvfp4.NVFP4()
+quantize_rows = jax.jit(FORMAT.quantize_rows)
+dequantize_rows = jax.jit(FORMAT.dequantize_rows)
 
 
 def library(x, rule):
@@ -155,12 +156,46 @@ def test_block_scales_at_a_tie_of_a_full_mantissa_global_scale_are_even():
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize("shared", [False, True])
+def test_products_keep_their_order_in_whatever_the_compiler_makes_of_them(blocks, shared):
+    """XLA moves a constant to the smaller factor: mid * (s * g) would become s * (mid * g).
+
+    Values at fl(mid * fl(s * g)) and next to it tell the two apart, under 300 global scales; some
+    tie of the other order is indeed elsewhere.
+    """
+    rng = np.random.default_rng(7)
+    shape = (1, 1) if shared else (300, 1)
+    g = rng.uniform(0.5, 1, shape).astype(np.float32)
+    byte = rng.integers(8, 126, (300, blocks))
+    scale = E4M3[byte].astype(np.float32)
+    step = (scale * g)[..., None]
+    middles = (f32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]))[None, None]
+    tie = middles * step
+    moved = scale[..., None] * (middles * g[..., None])
+    assert np.any(tie != moved)
+    low = np.broadcast_to(np.arange(7), tie.shape)
+    for x, want in [
+        (tie, low + low % 2),
+        (np.nextafter(tie, f32(0)), low),
+        (np.nextafter(tie, f32(np.inf)), low + 1),
+    ]:
+        full = np.concatenate([f32(6) * step, x, np.zeros((300, blocks, 8), np.float32)], axis=-1)
+        codes, scales = quantize_rows(jnp.asarray(full.reshape(300, -1)), jnp.asarray(g))
+        np.testing.assert_array_equal(scales, byte)
+        got = np.asarray(codes).reshape(300, blocks, 16)
+        np.testing.assert_array_equal(got[..., 1:8], want)
+        values = np.asarray(dequantize_rows(codes, scales, jnp.asarray(g)))
+        by_hand = E2M1.astype(np.float32)[got] * step
+        np.testing.assert_array_equal(values.reshape(by_hand.shape), by_hand)
+
+
 def test_eager_and_compiled_agree():
     x, rule = jnp.asarray(adversarial()), "pow2"  # "amax" is on its way
     amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     g = nvfp4.global_scale(amax, rule)
-    codes, scales = nvfp4.quantize_rows(x, g)
-    values = nvfp4.dequantize_rows(codes, scales, g)
+    codes, scales = FORMAT.quantize_rows(x, g)
+    values = FORMAT.dequantize_rows(codes, scales, g)
     for got, want in zip((codes, scales, g, values), library(x, rule), strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -250,26 +285,75 @@ def test_scale_bytes_have_the_values_of_e4m3():
 def test_a_step_without_global_scale_is_the_scale_itself():
     scales = jnp.arange(127, dtype=jnp.uint8)[None]
     ones = jnp.ones((1, 1), jnp.float32)
-    np.testing.assert_array_equal(nvfp4.block_step(scales, None), nvfp4.block_step(scales, ones))
+    np.testing.assert_array_equal(FORMAT.steps(scales, None), FORMAT.steps(scales, ones))
 
 
 def test_the_scale_cast_is_barred_and_excess_precision_changes_nothing():
     """The one cast to E4M3 stands behind a barrier; XLA:GPU would otherwise fold it away."""
     x = jnp.asarray(drawn(np.float32))
     g = global_of_rows(x)["amax"]
-    eqns = jax.make_jaxpr(nvfp4.block_scales)(nvfp4.block_amax(x), g).eqns
+    eqns = jax.make_jaxpr(nvfp4.block_scales)(FORMAT.block_amax(x), g).eqns
     narrow = [v for e in eqns for v in e.outvars if v.aval.dtype == jnp.float8_e4m3fn]
     barred = [e for e in eqns if str(e.primitive) == "optimization_barrier"]
     assert len(narrow) == 2 and barred[0].invars[0] is narrow[0]
     want = quantize_rows(x, g)
     for excess in (True, False):
         options = {"xla_allow_excess_precision": excess}
-        program = jax.jit(nvfp4.quantize_rows).lower(x, g).compile(compiler_options=options)
+        program = jax.jit(FORMAT.quantize_rows).lower(x, g).compile(compiler_options=options)
         jax.tree.map(np.testing.assert_array_equal, program(x, g), want)
 
 
 def test_errors_name_the_width_and_the_rule():
     with pytest.raises(ValueError, match=r"last axis of x: got 24, need a multiple of 16\. Fix:"):
-        nvfp4.block_amax(jnp.zeros((2, 24)))
+        FORMAT.block_amax(jnp.zeros((2, 24)))
     with pytest.raises(ValueError, match=r"global_rule: got max, need one of \['amax', 'pow2', 'o"):
         nvfp4.global_scale(jnp.ones(1), "max")
+    with pytest.raises(ValueError, match=r"nvfp4: block_shape: got 8x8, need one of \['1x16', "):
+        nvfp4.NVFP4(block_shape="8x8")
+    with pytest.raises(ValueError, match=r"convention te: got amax, mse, need global_rule amax"):
+        nvfp4.NVFP4(convention="te", scale_rule="mse")
+    tiles = nvfp4.NVFP4(block_shape="16x16")
+    with pytest.raises(ValueError, match=r"16x16: got 1 axis, need rows of two axes or more"):
+        tiles.quantize_rows(jnp.zeros(16), None)
+    with pytest.raises(ValueError, match=r"got a global scale for each row, need one global scale"):
+        tiles.quantize_rows(jnp.zeros((4, 16)), jnp.ones((4, 1)))
+
+
+def test_a_tile_has_one_scale_whichever_way_the_matrix_lies():
+    """So W and its transpose have the same values, and any reader of 1 x 16 blocks takes both."""
+    x = np.random.default_rng(6).standard_t(3, size=(48, 64)).astype(np.float32)
+    tiles = jax.jit(lambda x, g: nvfp4.NVFP4(block_shape="16x16").quantize_rows(x, g))
+    g = jnp.asarray(oracle_global(np.abs(x).max(), "amax")).reshape(1, 1)
+    codes, scales = tiles(jnp.asarray(x), g)
+    turned, turned_scales = tiles(jnp.asarray(x.T), g)
+    np.testing.assert_array_equal(codes, np.asarray(turned).T)
+    each = np.asarray(scales).reshape(3, 16, 4)
+    assert np.all(each == each[:, :1])
+    np.testing.assert_array_equal(each[:, 0], np.asarray(turned_scales).reshape(4, 16, 3)[:, 0].T)
+    peaks = np.abs(x.reshape(3, 16, 4, 16)).max(axis=(1, 3))
+    for tile in np.ndindex(3, 4):
+        assert each[tile[0], 0, tile[1]] == oracle_scale(peaks[tile], np.asarray(g).item())
+
+
+def test_a_tile_that_is_short_of_rows_takes_what_there_is():
+    x = drawn(np.float32)[:20]
+    tiles = jax.jit(
+        lambda x: nvfp4.NVFP4(block_shape="16x16", global_rule="one").quantize_rows(x, None)
+    )
+    codes, scales = tiles(jnp.asarray(x))
+    padded_codes, padded_scales = tiles(jnp.asarray(np.pad(x, [(0, 12), (0, 0)])))
+    np.testing.assert_array_equal(codes, padded_codes[:20])
+    np.testing.assert_array_equal(scales, padded_scales[:20])
+
+
+def test_static_4_maps_the_largest_value_to_four():
+    """The specification with T = 4: no code is 6 unless a scale is subnormal or saturated."""
+    x = drawn(np.float32)
+    four = nvfp4.NVFP4(scale_rule="static_4")
+    g = four.global_scale(jnp.float32(np.abs(x).max()).reshape(1, 1))
+    assert g.item() == f32(np.abs(x).max()) * f32(1 / 1792)
+    codes, scales = jax.jit(four.quantize_rows)(jnp.asarray(x), g)
+    want = np.abs(x.reshape(24, 4, 16)).max(-1) / (4 * np.float64(g.item()))
+    near = np.argmin(np.abs(E4M3 - want[..., None]), axis=-1)
+    np.testing.assert_array_equal(scales, near)
+    assert np.max(np.asarray(codes) & 7) == 6

@@ -13,7 +13,7 @@ from trace_jax.types import Prompt, Scored, Trajectory
 
 SPEC = GuidanceSpec(
     kind="codes",
-    layers=(0, 2),
+    layers=((0, 2), (0, 2)),
     sites=("k", "expert_in"),
     formats=("nvfp4:global_rule=one", "nvfp4"),
     global_bits=16,
@@ -22,7 +22,7 @@ SPEC = GuidanceSpec(
 
 def record(seed, S, spec=SPEC):
     rng = np.random.default_rng(seed)
-    lead = (len(spec.layers), S)
+    lead = (len(spec.layers[0]), S)
     k = SiteRecord(
         bits=rng.integers(1, 256, (*lead, 2, 8), np.uint8),
         scales=rng.integers(1, 256, (*lead, 2, 1), np.uint8),

@@ -35,7 +35,7 @@ def guidance(k_scales, expert_scales, expert_global, **spec):
     rows = np.ones((1, len(expert_scales) // 2, 1), np.float32) if expert_global else None
     sites = {"k": site(k_scales, None), "expert_in": site(expert_scales, rows)}
     texts = (ONE, "nvfp4" if expert_global else ONE)
-    made = {"kind": "codes", "layers": (0,), "sites": ("k", "expert_in"), "formats": texts}
+    made = {"kind": "codes", "layers": ((0,), (0,)), "sites": ("k", "expert_in"), "formats": texts}
     return Guidance(sites=sites, spec=GuidanceSpec(**made | spec))
 
 

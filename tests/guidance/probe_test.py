@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from trace_jax.guidance import probe
-from trace_jax.guidance.record import Guidance, GuidanceSpec, SiteRecord
 
 
 def best_by_search(benefit, cost, budget):
@@ -90,15 +89,3 @@ def test_compare_says_what_is_closed_and_saved():
     assert [r.fewer for r in rows] == [0.0, 0.25, 1.0]
     assert [r.closed for r in rows] == [pytest.approx(0.8), pytest.approx(0.8), 0.0]
     assert len(probe.table(rows).splitlines()) == 4
-
-
-def test_only_layers_cuts_the_record_and_its_spec():
-    spec = GuidanceSpec(kind="codes", layers=(1, 3, 4), sites=("k",), formats=("nvfp4",))
-    scales = np.arange(6, dtype=np.uint8).reshape(3, 2, 1)
-    site = SiteRecord(bits=scales.repeat(8, -1), scales=scales, global_scale=None)
-    cut = probe.only_layers(Guidance(sites={"k": site}, spec=spec), [4, 1])
-    assert cut.spec.layers == (1, 4)
-    np.testing.assert_array_equal(cut.sites["k"].scales[:, 0, 0], [0, 4])
-    assert probe.only_layers(cut, []).sites["k"].bits.shape == (0, 2, 8)
-    with pytest.raises(ValueError, match=r"layers: got \[3\], need some of \[1, 4\]"):
-        probe.only_layers(cut, [3])

@@ -55,14 +55,18 @@ def test_the_cache_holds_what_the_trainer_fake_quantises(rule):
 def test_a_cache_that_is_not_quantised_keeps_the_values():
     x = vectors(1, 2, 1, 16)
     assert kv_cache.encode(x, None) is x
-    np.testing.assert_array_equal(kv_cache.decode(x, None, 16, jnp.bfloat16), x.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(
+        kv_cache.decode(x, None, 16, jnp.bfloat16), x.astype(jnp.bfloat16)
+    )
 
 
 def test_mantissa_guidance_is_the_lowest_bit_of_each_code():
     site = jax.jit(kv_cache.encode, static_argnums=1)(vectors(3, 2, 1, 32), NVFP4)
     cache = {"k": site}
     assert kv_cache.record(cache, NVFP4, Coding()) is cache
-    kept = jax.jit(kv_cache.record, static_argnums=(1, 2))(cache, NVFP4, Coding(kind="mantissa"))["k"]
+    kept = jax.jit(kv_cache.record, static_argnums=(1, 2))(cache, NVFP4, Coding(kind="mantissa"))[
+        "k"
+    ]
     bytes_ = np.asarray(site.bits)
     bits = np.stack([bytes_ & 1, (bytes_ >> 4) & 1], axis=-1).reshape(3, 2, 1, 32)
     np.testing.assert_array_equal(kept.bits, np.packbits(bits, axis=-1, bitorder="little"))

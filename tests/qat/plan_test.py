@@ -14,52 +14,11 @@ ONE = {"acts": "nvfp4:global_rule=one", "kv": "nvfp4:global_rule=one"}
 NVFP4, KV = formats.get("nvfp4"), formats.get("nvfp4:global_rule=one")
 
 
-@pytest.mark.parametrize(
-    ("text", "layers", "want"),
-    [
-        ("all", 3, (0, 1, 2)),
-        ("latter_half", 40, tuple(range(20, 40))),
-        ("latter_half", 5, (2, 3, 4)),
-        ("latter_half", 1, (0,)),
-        ("last:1", 4, (3,)),
-        ("last:4", 4, (0, 1, 2, 3)),
-        ("last:10", 40, tuple(range(30, 40))),
-        ("0,3,5", 6, (0, 3, 5)),
-        ("5,0,3", 6, (0, 3, 5)),
-        ("2", 3, (2,)),
-    ],
-)
-def test_parse_layers_understands_each_form(text, layers, want):
-    assert plan.parse_layers(text, layers) == want
-
-
-@pytest.mark.parametrize(
-    ("text", "need"),
-    [
-        ("last:0", "last:0, need last:1 to last:4"),
-        ("last:5", "last:5, need last:1 to last:4"),
-        ("0,4", "0,4, need layer ids 0..3"),
-        ("", "'', need one of"),
-        ("half", "'half', need one of"),
-        ("last:", "'last:', need one of"),
-        ("last:1,2", "'last:1,2', need one of"),
-        ("0,,1", "'0,,1', need one of"),
-        ("-1", "'-1', need one of"),
-        ("1.5", "'1.5', need one of"),
-    ],
-)
-def test_parse_layers_refuses_what_it_cannot_name(text, need):
-    with pytest.raises(ValueError) as error:
-        plan.parse_layers(text, 4)
-    assert str(error.value).startswith(f"config.quant.guide_layers: got {need}")
-    assert "Fix" not in str(error.value)
-
-
 def test_layers_kept_in_high_precision_are_neither_quantised_nor_recorded():
     plans = plan.layer_plans(cfg.Quant(keep_first=1, keep_last=2), 6)
     assert [p.acts is not None for p in plans] == [False, True, True, True, False, False]
     for field in ("weights", "acts", "kv"):
-        assert [getattr(p, field) is not None for p in plans] == [p.recorded for p in plans]
+        assert [getattr(p, field) is not None for p in plans] == [bool(p.recorded) for p in plans]
 
 
 @pytest.mark.parametrize(
@@ -76,11 +35,11 @@ def test_guided_layers_are_chosen_among_the_quantised_ones(text, want):
     """Otherwise last:2 with keep_last=2 would guide nothing, and no one would notice."""
     quant = cfg.Quant(keep_first=2, keep_last=2, guide_layers=text)
     assert [i for i, p in enumerate(plan.layer_plans(quant, 8)) if p.recorded] == want
-    assert plan.guidance_spec(quant, 8).layers == tuple(want)
+    assert plan.guidance_spec(quant, 8).layers == (tuple(want),) * 3
 
 
 def test_a_guided_layer_outside_the_quantised_ones_is_refused():
-    with pytest.raises(ValueError, match=r"guide_layers: got 1,3, need layer ids 2\.\.5"):
+    with pytest.raises(ValueError, match=r"guide_layers: got 1,3, need quantised layers, 2\.\.5"):
         plan.layer_plans(cfg.Quant(keep_first=2, keep_last=2, guide_layers="1,3"), 8)
 
 
@@ -88,9 +47,11 @@ def test_weights_activations_and_kv_are_switched_apart():
     (only_kv,) = plan.layer_plans(cfg.Quant(weights=None, acts=None), 1)
     (only_experts,) = plan.layer_plans(cfg.Quant(kv=None), 1)
     (only_weights,) = plan.layer_plans(cfg.Quant(acts=None, kv=None, trainer="qat"), 1)
-    assert only_kv == plan.LayerPlan(weights=None, acts=None, kv=KV, recorded=True)
-    assert only_experts == plan.LayerPlan(weights=NVFP4, acts=NVFP4, kv=None, recorded=True)
-    assert only_weights == plan.LayerPlan(weights=NVFP4, acts=None, kv=None, recorded=False)
+    assert only_kv == plan.LayerPlan(weights=None, acts=None, kv=KV, recorded=("k", "v"))
+    assert only_experts == plan.LayerPlan(
+        weights=NVFP4, acts=NVFP4, kv=None, recorded=("expert_in",)
+    )
+    assert only_weights == plan.LayerPlan(weights=NVFP4, acts=None, kv=None, recorded=())
 
 
 @pytest.mark.parametrize(
@@ -116,7 +77,7 @@ def test_a_rollout_records_the_sites_it_quantises():
     hidden = cfg.Quant(guide_hidden=True, guide="mantissa", guide_layers="1")
     want = GuidanceSpec(
         kind="mantissa",
-        layers=(1,),
+        layers=((1,),) * 4,
         sites=("expert_in", "expert_hidden", "k", "v"),
         formats=("nvfp4", "nvfp4", "nvfp4:global_rule=one", "nvfp4:global_rule=one"),
     )
@@ -159,3 +120,16 @@ def test_bytes_per_token_of_a_model_are_the_sum_over_layers_and_sites():
     assert plan.bytes_per_token(plan.guidance_spec(own, 3), QWEN) == 3 * (
         expert_in + kv + hidden + globals_
     )
+
+
+def test_sites_may_be_recorded_in_layers_of_their_own():
+    quant = cfg.Quant(guide_layers="expert_in=0,1,3 kv=1")
+    spec = plan.guidance_spec(quant, 4)
+    assert spec.sites == ("expert_in", "k", "v")
+    assert spec.layers == ((0, 1, 3), (1,), (1,)) and spec.layers_of("k") == (1,)
+    recorded = [p.recorded for p in plan.layer_plans(quant, 4)]
+    assert recorded == [("expert_in",), ("expert_in", "k", "v"), (), ("expert_in",)]
+    one = plan.guidance_spec(cfg.Quant(guide_layers="0", kv=None), 4)
+    both = plan.guidance_spec(cfg.Quant(guide_layers="0", weights=None, acts=None), 4)
+    parts = 3 * plan.bytes_per_token(one, QWEN) + plan.bytes_per_token(both, QWEN)
+    assert plan.bytes_per_token(spec, QWEN) == parts

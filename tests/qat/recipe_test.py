@@ -119,7 +119,10 @@ def test_two_stars_mean_modules_that_own_matrices():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"rules": (rule("b"),)}, r"Rule 'b': weights: got no match, need something to.*misses: ab, emb"),
+        (
+            {"rules": (rule("b"),)},
+            r"Rule 'b': weights: got no match, need something to.*misses: ab, emb",
+        ),
         ({"rules": (rule("**"), rule("ab/w"))}, "Rule 'ab/w': weights: got no match"),
         ({"rules": (rule("**", inputs="nvfp4"),)}, r"inputs: got no match, need something to"),
         ({"exclude": ("routr",)}, "exclude 'routr': got no match.*near misses: ab/router"),
@@ -137,7 +140,9 @@ def test_two_stars_mean_modules_that_own_matrices():
 def test_what_does_not_fit_the_model_is_an_error(options, text):
     names = ("ab/w", "ab/router/w", "l/0/w", "l/1/w", "vec/b", "emb/embedding")
     known = weights(*names) | weights("vec/b", shape=(32,))
-    known["emb/embedding"] = Weight(shape=(9, 32), owner="emb", only_by_axis="an embedding; axis=-1")
+    known["emb/embedding"] = Weight(
+        shape=(9, 32), owner="emb", only_by_axis="an embedding; axis=-1"
+    )
     recipe = Recipe(**({"rules": (rule("ab/**"),)} | options))
     with pytest.raises(ValueError, match=text):
         resolve(recipe, known, {})

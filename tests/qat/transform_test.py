@@ -89,7 +89,9 @@ def test_only_the_chosen_layers_of_a_stack_change():
 
 
 def test_the_policys_own_tree_is_quantised_as_the_policy_does_it():
-    model = cfg.Model(width=32, layers=3, heads=2, kv_heads=1, head_dim=16, experts=2, expert_ffn=16)
+    model = cfg.Model(
+        width=32, layers=3, heads=2, kv_heads=1, head_dim=16, experts=2, expert_ffn=16
+    )
     params = transformer.init(model, 40, jax.random.key(0))
     rule = Rule("layers/*/moe/{gate_up,down}", weights="nvfp4", axis=-1)
     recipe = Recipe(rules=(rule,), layers="layers/*", scanned=True, keep_last=1)
@@ -131,7 +133,10 @@ def test_codes_do_not_depend_on_the_layout_over_devices():
 
 
 def test_a_tree_of_lists_and_dicts_keeps_its_structure():
-    tree = {"layers": [{"kernel": jnp.asarray(normal(i, 16, 8))} for i in range(2)], "n": jnp.ones(3)}
+    tree = {
+        "layers": [{"kernel": jnp.asarray(normal(i, 16, 8))} for i in range(2)],
+        "n": jnp.ones(3),
+    }
     recipe = Recipe(rules=(Rule("layers/1", weights="nvfp4"),))
     got = quantize_params(tree, recipe)
     assert jax.tree.structure(got) == jax.tree.structure(tree)
@@ -142,5 +147,5 @@ def test_a_tree_of_lists_and_dicts_keeps_its_structure():
 
 def test_a_kernel_of_three_axes_needs_a_rule_that_names_its_axis():
     """Stock attention has such kernels, and so have convolutions: a bare tree cannot tell."""
-    with pytest.raises(ValueError, match="m/kernel: got shape .* need the contracted axis"):
+    with pytest.raises(ValueError, match=r"m/kernel: got shape .* need the contracted axis"):
         under({}, kernel=normal(0, 3, 16, 16))

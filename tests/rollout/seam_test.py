@@ -18,6 +18,7 @@ MODES = {
     "weights in high precision": cfg.Quant(weights=None),
     "W4A16": cfg.Quant(acts=None),
     "low bits of scales": cfg.Quant(guide="mantissa", guide_scale_bits=2),
+    "sites in layers of their own": cfg.Quant(guide_layers="expert_in=0 kv=1"),
     "mantissa, hidden, amax": cfg.Quant(guide="mantissa", guide_hidden=True, kv="nvfp4"),
 }
 
@@ -81,7 +82,7 @@ def test_every_processed_token_has_a_route_and_a_record_and_the_last_has_none(ti
 def test_a_layer_that_is_kept_is_not_recorded(tiny):
     _, trajectories = sampled(tiny, MODES["first layer kept"])
     guidance = trajectories[0].guidance
-    assert guidance.spec.layers == (1,)
+    assert guidance.spec.layers == ((1,),) * 3
     assert {len(leaf) for leaf in jax.tree.leaves(guidance)} == {1}
 
 

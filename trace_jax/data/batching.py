@@ -138,9 +138,9 @@ def check_trajectory(trajectory: Trajectory) -> None:
         lengths["guidance"] = (guidance.tokens, length - 1)
         _check_ticket(trajectory, guidance, name)
     elif guidance is not None:
-        layers = len(guidance.spec.layers)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(guidance):
-            field = f"guidance{jax.tree_util.keystr(path)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(guidance.sites):
+            layers = len(guidance.spec.layers_of(path[0].key))
+            field = f"guidance.sites{jax.tree_util.keystr(path)}"
             lengths[field] = (np.shape(leaf)[1], length - 1)
             got = f"{np.shape(leaf)[0]} layers"
             require(np.shape(leaf)[0] == layers, f"{name}: {field}", got, f"{layers} of its spec")

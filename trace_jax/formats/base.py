@@ -155,6 +155,15 @@ def largest(
     return jax.lax.bitcast_convert_type(top, jnp.float32)
 
 
+def product(a: Array, b: Array) -> Array:
+    """fl(a b), kept as it is: XLA reassociates products that hold a constant.
+
+    w * (x * c) becomes x * (w * c) where w has fewer elements, which rounds differently. To be used
+    where a product is a factor of another one.
+    """
+    return jax.lax.optimization_barrier(a * b)
+
+
 def parity(codes: UInt8[Array, "*A"]) -> UInt8[Array, "*A"]:
     """The bit that alternates along the ordered codes: what compact guidance keeps."""
     return codes & 1

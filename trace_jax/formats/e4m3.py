@@ -29,10 +29,9 @@ def round_nearest(x: Float[Array, "*A"], step: Float[Array, "*#A"]) -> UInt8[Arr
     magnitude, active, step = _parts(x, step)
     code = _near(magnitude, step)
     odd = (code & 1) == 1
-    upper, lower = _middle(code) * step, _middle(jnp.maximum(code - 1, 0)) * step
+    upper = _middle(code) * step
     up = (code < _LAST) & ((magnitude > upper) | ((magnitude == upper) & odd))
-    down = (code > 0) & ((magnitude < lower) | ((magnitude == lower) & odd))
-    code = code + up.astype(jnp.int32) - down.astype(jnp.int32)
+    code = code + up.astype(jnp.int32)
     code = jnp.where(active, code, 0).astype(jnp.uint8)
     return code | (((x < 0) & (code > 0)).astype(jnp.uint8) << 7)
 
@@ -84,7 +83,10 @@ def _parts(x: Array, step: Array) -> tuple[Array, Array, Array]:
 
 
 def _near(magnitude: Float[Array, "*A"], step: Float[Array, "*#A"]) -> Int[Array, "*A"]:
-    """The code just below |x| / step, within one: an approximate quotient suffices."""
+    """The code below |x| / step, or next to it where the quotient is within 2^-20 of that one.
+
+    So an approximate quotient suffices, and the nearest code is this one or the one above it.
+    """
     # powers of two keep the reciprocal and the product away from the ends of float32
     shift = jnp.where(step >= 1, jnp.float32(2.0**-64), jnp.float32(2.0**64))
     quotient = (magnitude * shift) * (1 / (step * shift))

@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
 from trace_jax.formats import e2m1, s1p2
-from trace_jax.formats.base import Format
+from trace_jax.formats.base import Format, largest
 
 NAN_BYTE = 0xFF
 _SEVENTH = float(np.float32(146.0 / 1024.0))  # bf16(1/7)
@@ -84,10 +84,9 @@ class HiF4(Format):
         self, x: Float[Array, "*A K"], global_: Float[Array, "*#A 1"] | None
     ) -> tuple[UInt8[Array, "*A K"], UInt8[Array, "*A S"]]:
         """See the module's text."""
-        groups = jnp.abs(x).reshape(*x.shape[:-1], x.shape[-1] // 64, 16, 4)
-        v16 = jnp.max(groups, axis=-1)
-        v8 = jnp.max(v16.reshape(*v16.shape[:-1], 8, 2), axis=-1)
-        top = super_scale(jnp.max(v8, axis=-1))
+        v16 = largest(x.reshape(*x.shape[:-1], x.shape[-1] // 64, 16, 4), axis=-1)
+        v8 = largest(v16.reshape(*v16.shape[:-1], 8, 2), axis=-1)
+        top = super_scale(largest(v8, axis=-1))
         inverse = reciprocal(top)[..., None]
         e8 = v8 * inverse >= 4
         least = jnp.where(jnp.repeat(e8, 2, axis=-1), jnp.float32(4), jnp.float32(2))

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, UInt8
 
 from trace_jax.checks import require
 from trace_jax.formats import e2m1, nvfp4_adaptive, nvfp4_conventions
-from trace_jax.formats.base import Format
+from trace_jax.formats.base import Format, largest, product
 
 BLOCK = 16
 GLOBAL_RULES = ("amax", "pow2", "one")
@@ -51,18 +51,18 @@ _UPPER = np.concatenate([_LOWER[1:], [np.inf]]).astype(np.float32)
 
 
 def global_scale(
-    amax: Float[Array, "*A"], rule: str, largest: float = 6 * _MAX_SCALE
+    amax: Float[Array, "*A"], rule: str, target: float = 6 * _MAX_SCALE
 ) -> Float[Array, "*A"]:
     """The float32 global scale (decode convention) for a maximum magnitude; see the module text.
 
-    `largest` is the magnitude that the maximum is mapped to: T M.
+    `target` is the magnitude that the maximum is mapped to: T M.
     """
     require(rule in GLOBAL_RULES, "nvfp4.global_rule", rule, f"one of {list(GLOBAL_RULES)}")
     usable = jnp.isfinite(amax) & (amax >= jnp.float32(_TINY))
     if rule == "one":
         return jnp.ones_like(amax)
     # below 2**-100 the product would be subnormal, which backends flush: keep it normal
-    scale = jnp.maximum(amax, jnp.float32(2.0**-100)) * np.float32(1.0 / largest)
+    scale = product(jnp.maximum(amax, jnp.float32(2.0**-100)), jnp.float32(1.0 / target))
     scale = jnp.where(usable, scale, jnp.float32(1))
     if rule == "pow2":
         bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
@@ -146,8 +146,8 @@ class NVFP4(Format):
             return None
         if self.convention != "exact":
             return nvfp4_conventions.global_scale(amax, self.convention)
-        largest = {"max": 6 * 448.0, "static_4": 4 * 448.0}.get(self.scale_rule, 6 * 256.0)
-        return global_scale(amax, self.global_rule, largest)
+        target = {"max": 6 * 448.0, "static_4": 4 * 448.0}.get(self.scale_rule, 6 * 256.0)
+        return global_scale(amax, self.global_rule, target)
 
     def decode_scale(self, global_: Float[Array, "*A"]) -> Float[Array, "*A"]:
         """The factor that values carry: 1 / global scale under te and vllm."""
@@ -166,7 +166,7 @@ class NVFP4(Format):
             require(x.ndim >= 2, where, f"{x.ndim} axis", "rows of two axes or more")
             got, fix = "a global scale for each row", "use one a tensor, or global_axes=[...]"
             require(one, where, got, "one global scale for all rows of a tile", fix)
-            amax = over_tile(amax, jnp.max)
+            amax = over_tile(amax, largest)
         scales = self._scales(x, amax, global_)
         return self.round_rows(x, scales, global_), scales
 
@@ -188,7 +188,7 @@ class NVFP4(Format):
         if self.convention != "exact":
             return nvfp4_conventions.steps(scales, global_, self.convention)
         value = scale_value(scales)
-        return value if global_ is None else value * global_
+        return value if global_ is None else product(value, global_)
 
     def _scales(self, x: Array, amax: Array, global_: Array | None) -> Array:
         if self.convention != "exact":

@@ -23,11 +23,12 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from trace_jax.formats import e2m1, e4m3
+from trace_jax.formats.base import product
 from trace_jax.formats.division import divide
 
 CONVENTIONS = ("te", "modelopt", "vllm")
 _LARGEST = 2688.0  # 6 * 448
-_SIXTH = np.float32(1 / 6)
+_SIXTH = float(np.float32(1 / 6))
 _NAN_BYTE = 0x7F
 
 
@@ -54,11 +55,11 @@ def block_scales(
     amax = jnp.where(finite, amax, jnp.float32(0))
     whole = jnp.float32(1) if global_ is None else global_
     if convention == "te":
-        scale = amax * (whole * _SIXTH)
+        scale = amax * product(whole, jnp.float32(_SIXTH))
     elif convention == "vllm":
-        scale = whole * (amax * _SIXTH)
+        scale = whole * product(amax, jnp.float32(_SIXTH))
     else:
-        scale = divide(amax, jnp.float32(6) * whole)
+        scale = divide(amax, product(jnp.float32(6), whole))
         scale = jnp.where(amax == 0, jnp.float32(1), jnp.maximum(scale, jnp.float32(2.0**-9)))
     byte = e4m3.round_nearest(scale, jnp.float32(1))
     return jnp.where(finite, byte, jnp.uint8(_NAN_BYTE))
@@ -73,7 +74,7 @@ def steps(
         return value
     if convention == "vllm":
         return divide(value, global_)
-    return value * decode_scale(global_, convention)
+    return product(value, decode_scale(global_, convention))
 
 
 def round_rows(

@@ -12,11 +12,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-import jax
-import numpy as np
-
 from trace_jax.checks import require
-from trace_jax.guidance.record import Guidance
 
 Unit = TypeVar("Unit", bound=Hashable)
 Gap = Callable[[frozenset[Unit]], float]
@@ -165,16 +161,3 @@ def table(rows: Sequence[Row]) -> str:
         line = f"{r.name:<40} {r.bytes:>11} {r.gap:>10.5f} {r.closed:>7.1%} {r.fewer:>11.1%}"
         lines.append(line)
     return "\n".join(lines)
-
-
-def only_layers(guidance: Guidance, layers: Iterable[int]) -> Guidance:
-    """The record of some of its layers, for a trainer that is guided in those only.
-
-    Raises: ValueError for a layer that was not recorded.
-    """
-    wanted, spec = sorted(set(layers)), guidance.spec
-    unknown = [layer for layer in wanted if layer not in spec.layers]
-    require(not unknown, "guidance probe: layers", unknown, f"some of {list(spec.layers)}")
-    rows = np.array([spec.layers.index(layer) for layer in wanted], int)
-    sites = jax.tree.map(lambda leaf: leaf[rows], guidance.sites)
-    return Guidance(sites=sites, spec=dataclasses.replace(spec, layers=tuple(wanted)))

@@ -50,11 +50,15 @@ class GuidanceSpec:
     """Static facts of a record: what is in it and how it is packed."""
 
     kind: str  # of the coding
-    layers: tuple[int, ...]  # absolute layer ids, ascending; the leading axis of every leaf
     sites: tuple[str, ...]  # names out of SITES
+    layers: tuple[tuple[int, ...], ...]  # of each site: absolute ids, ascending; its leading axis
     formats: tuple[str, ...]  # of each site, as `formats.spell` writes it
     scale_bits: int = 8  # of the coding
     global_bits: int = 32  # of the coding
+
+    def layers_of(self, site: str) -> tuple[int, ...]:
+        """The layers that have a record of this site."""
+        return self.layers[self.sites.index(site)]
 
     @property
     def coding(self) -> Coding:
@@ -78,7 +82,7 @@ class SiteRecord:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Guidance:
-    """Records of all sites. Leading axes: (recorded layers, tokens) or (recorded layers, B, S)."""
+    """Records of all sites. Leading axes: (a site's layers, tokens) or (a site's layers, B, S)."""
 
     sites: dict[str, SiteRecord]
     spec: GuidanceSpec = dataclasses.field(metadata={"static": True})

@@ -32,8 +32,7 @@ class GuidanceError(RuntimeError):
 
 def facts(ticket: Ticket, run: str) -> dict[str, Any]:
     """What the header of the ticket's record must say, as plain JSON values."""
-    spec = dataclasses.asdict(ticket.spec)
-    plain = {name: list(v) if isinstance(v, tuple) else v for name, v in spec.items()}
+    plain = json.loads(json.dumps(dataclasses.asdict(ticket.spec)))
     kept = ("serial", "name", "version", "tokens", "prompt_length", "tokens_crc")
     return {"run": run} | {name: getattr(ticket, name) for name in kept} | plain
 
@@ -51,12 +50,13 @@ def pack(guidance: Guidance, expected: dict[str, Any]) -> np.ndarray:
     )
     leaves, offset = [], 0
     for site in sites:
+        layers = expected["layers"][expected["sites"].index(site)]
         for field in _FIELDS:
             leaf = getattr(guidance.sites[site], field)
             if leaf is None:
                 continue
             leaf = np.asarray(leaf)
-            need = (len(expected["layers"]), expected["tokens"])
+            need = (len(layers), expected["tokens"])
             got = f"(layers, tokens) {leaf.shape[:2]}"
             fits = leaf.shape[:2] == need
             require(fits, f"{where}: {site}.{field}", got, need, None, GuidanceError)

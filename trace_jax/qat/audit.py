@@ -161,7 +161,16 @@ def _cells(group: list[Row]) -> tuple[str, ...]:
     path = row.path if not layers else f"{row.path} [{_ranges(layers)}]"
     shape = "" if row.shape is None else "x".join(map(str, row.shape))
     axis = "" if row.axis is None else ",".join(map(str, row.axis))
-    return (path, row.what, shape, row.format or "-", axis, row.guide or "", row.rule or "", row.why)
+    return (
+        path,
+        row.what,
+        shape,
+        row.format or "-",
+        axis,
+        row.guide or "",
+        row.rule or "",
+        row.why,
+    )
 
 
 def _ranges(numbers: list[int]) -> str:

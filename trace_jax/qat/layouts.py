@@ -15,7 +15,7 @@ def weight(module: Any, name: str, leaf: Any, owner: str) -> Weight:
     """What is known of the parameter `name` of a module; a module of unknown kind says little."""
     known = _known(module, name, leaf.ndim)
     if not str(leaf.dtype).startswith(("float", "bfloat")):
-        known = {"never": f"{leaf.dtype} values"}
+        known["never"] = f"{leaf.dtype} values"
     return Weight(shape=tuple(leaf.shape), owner=owner, **known)
 
 

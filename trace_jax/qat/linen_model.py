@@ -5,9 +5,10 @@ and counts are variables of the collection `qat`, which lifted transforms carry:
 `nn.jit` on their own, `nn.scan` and `nn.vmap` with `variable_axes={..., "qat": 0}`.
 """
 
+import contextlib
 import dataclasses
-import inspect
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -144,32 +145,26 @@ class _Tap:
         args, kwargs = runtime.replaced(args, kwargs, key, y)
         plan = self.sites.get(join(path, "input"))
         inner = tuple(join(path, name) for name in plan.bypass) if plan is not None else ()
-        with runtime.bypass(y, x, inner), _attention(self, module):
+        with runtime.bypass(y, x, inner), _tapped(self, module):
             out = method(*args, **kwargs)
         return self.tensor(module, "output", out) if runtime.is_float(out) else out
 
 
-class _attention:  # noqa: N801, a context manager
+@contextlib.contextmanager
+def _tapped(tap: _Tap, module: nn.Module) -> Iterator[None]:
     """While stock attention runs, its attention function is one that passes K and V by the tap."""
+    if not isinstance(module, nn.MultiHeadDotProductAttention):
+        yield
+        return
+    plain = module.attention_fn
 
-    def __init__(self, tap: _Tap, module: nn.Module):
-        self.tap, self.module = tap, module
-        self.on = isinstance(module, nn.MultiHeadDotProductAttention)
+    @functools.wraps(plain)  # Flax asks which keyword arguments the function takes
+    def attention_fn(query, key, value, *args, **kwargs):
+        key, value = tap.tensor(module, "k", key), tap.tensor(module, "v", value)
+        return plain(query, key, value, *args, **kwargs)
 
-    def __enter__(self) -> None:
-        if not self.on:
-            return
-        self.plain = self.module.attention_fn  # type: ignore[attr-defined]
-        tap, module, plain = self.tap, self.module, self.plain
-
-        def attention_fn(query, key, value, *args, **kwargs):
-            key, value = tap.tensor(module, "k", key), tap.tensor(module, "v", value)
-            return plain(query, key, value, *args, **kwargs)
-
-        # Flax asks which keyword arguments the function takes
-        attention_fn.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
-        object.__setattr__(module, "attention_fn", attention_fn)
-
-    def __exit__(self, *_: Any) -> None:
-        if self.on:
-            object.__setattr__(self.module, "attention_fn", self.plain)
+    object.__setattr__(module, "attention_fn", attention_fn)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "attention_fn", plain)

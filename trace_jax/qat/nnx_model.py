@@ -90,7 +90,9 @@ def _weights(modules: dict[str, nnx.Module]) -> dict[str, Weight]:
     for owner, module in modules.items():
         for name, value in vars(module).items():
             if isinstance(value, nnx.Param):
-                found.setdefault(join(owner, name), layouts.weight(module, name, value.get_value(), owner))
+                found.setdefault(
+                    join(owner, name), layouts.weight(module, name, value.get_value(), owner)
+                )
     return found
 
 
@@ -169,7 +171,8 @@ def _hooked_class(base: type) -> type:
     if issubclass(base, nnx.MultiHeadAttention):
         # found before the attribute of that name: K and V pass here on their way to attention
         members["attention_fn"] = property(_attention, _set_attention)
-    return type(base)(base.__name__, (base,), members | {"__module__": base.__module__})
+    meta: Any = type(base)
+    return meta(base.__name__, (base,), members | {"__module__": base.__module__})
 
 
 def _call(module: nnx.Module, method: Any, args: tuple, kwargs: dict) -> Any:

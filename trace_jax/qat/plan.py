@@ -2,14 +2,13 @@
 
 import dataclasses
 import itertools
-import re
 
 from trace_jax import config as cfg
-from trace_jax import formats
-from trace_jax.checks import require
+from trace_jax import formats, layer_choice
+from trace_jax.config_checks import guidable_sites
 from trace_jax.formats import Format
 from trace_jax.guidance import codec
-from trace_jax.guidance.record import GuidanceSpec
+from trace_jax.guidance.record import SITES, GuidanceSpec
 
 _FORMATS = ("weights", "acts", "kv")
 
@@ -21,7 +20,7 @@ class LayerPlan:
     weights: Format | None  # of routed-expert weights
     acts: Format | None  # of the inputs of both expert matmuls
     kv: Format | None  # of the KV cache
-    recorded: bool  # the rollout's rounding is kept for this layer
+    recorded: tuple[str, ...]  # sites whose rounding in the rollout is kept
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,42 +32,18 @@ class Segment:
     plan: LayerPlan
 
 
-def parse_layers(text: str, layers: int, first: int = 0) -> tuple[int, ...]:
-    """Layer ids of "all", "latter_half", "last:N" or "0,3,5", ascending.
-
-    Args:   layers, first: the choice is among layers first..layers-1, and halves and counts are of
-            these; ids are absolute.
-    Raises: ValueError if the text is none of these or names a layer outside.
-    """
-    where = "config.quant.guide_layers"
-    if text == "all":
-        return tuple(range(first, layers))
-    if text == "latter_half":
-        return tuple(range((first + layers) // 2, layers))
-    found = re.fullmatch(r"(last:)?(\d+(?:,\d+)*)", text)
-    numbers = [] if found is None else [int(number) for number in found[2].split(",")]
-    last = found is not None and found[1] is not None
-    known = len(numbers) == 1 or (bool(numbers) and not last)
-    require(known, where, repr(text), 'one of "all", "latter_half", "last:N", "0,3,5"')
-    if last:
-        require(0 < numbers[0] <= layers - first, where, text, f"last:1 to last:{layers - first}")
-        return tuple(range(layers - numbers[0], layers))
-    inside = all(first <= number < layers for number in numbers)
-    require(inside, where, text, f"layer ids {first}..{layers - 1}")
-    return tuple(sorted(set(numbers)))
-
-
 def layer_plans(quant: cfg.Quant, layers: int) -> tuple[LayerPlan, ...]:
     """The plan of each layer; `guide_layers` chooses among those that are quantised."""
     first, stop = quant.keep_first, layers - quant.keep_last
-    kept = set(parse_layers(quant.guide_layers, stop, first))
+    sites = guidable_sites(quant)
+    kept = layer_choice.choose(quant.guide_layers, sites, first, stop) if sites else {}
     plans = []
     for i in range(layers):
         inside = first <= i < stop
         chosen = {name: getattr(quant, name) if inside else None for name in _FORMATS}
         used = {name: None if text is None else formats.get(text) for name, text in chosen.items()}
-        guidable = used["acts"] is not None or used["kv"] is not None
-        plans.append(LayerPlan(**used, recorded=guidable and i in kept))
+        recorded = tuple(site for site, ids in kept.items() if i in ids)
+        plans.append(LayerPlan(**used, recorded=recorded))
     return tuple(plans)
 
 
@@ -89,24 +64,25 @@ def side_segments(quant: cfg.Quant, layers: int, precision: str) -> tuple[Segmen
     """
     plans = layer_plans(quant, layers)
     if precision == "bf16":
-        plans = (LayerPlan(weights=None, acts=None, kv=None, recorded=False),) * layers
+        plans = (LayerPlan(weights=None, acts=None, kv=None, recorded=()),) * layers
     return segments(plans)
 
 
 def guidance_spec(quant: cfg.Quant, layers: int) -> GuidanceSpec | None:
     """What a rollout under `quant` records; None if it records nothing."""
-    recorded = tuple(i for i, p in enumerate(layer_plans(quant, layers)) if p.recorded)
-    if quant.rollout == "bf16" or quant.trainer == "bf16" or not recorded:
+    by_site: dict[str, list[int]] = {}
+    for i, plan in enumerate(layer_plans(quant, layers)):
+        for site in plan.recorded:
+            by_site.setdefault(site, []).append(i)
+    if quant.rollout == "bf16" or quant.trainer == "bf16" or not by_site:
         return None
-    sites = {"expert_in": quant.acts, "expert_hidden": quant.acts, "k": quant.kv, "v": quant.kv}
-    if not quant.guide_hidden:
-        del sites["expert_hidden"]
-    named = {site: formats.spell(formats.get(text)) for site, text in sites.items() if text}
+    sites = tuple(site for site in SITES if site in by_site)
+    texts = {"expert_in": quant.acts, "expert_hidden": quant.acts, "k": quant.kv, "v": quant.kv}
     return GuidanceSpec(
         kind=quant.guide,
-        layers=recorded,
-        sites=tuple(named),
-        formats=tuple(named.values()),
+        sites=sites,
+        layers=tuple(tuple(by_site[site]) for site in sites),
+        formats=tuple(formats.spell(formats.get(texts[site] or "")) for site in sites),
         scale_bits=quant.guide_scale_bits,
         global_bits=quant.guide_global_bits,
     )
@@ -123,8 +99,10 @@ def bytes_per_token(spec: GuidanceSpec | None, model: cfg.Model) -> int:
         "v": (model.kv_heads, model.head_dim),
     }
     total = 0
-    for site, text in zip(spec.sites, spec.formats, strict=True):
+    for site, ids, text in zip(spec.sites, spec.layers, spec.formats, strict=True):
         count, length = rows[site]
-        format = formats.get(text)
-        total += codec.site_bytes(count * length, format=format, coding=spec.coding, rows=count)
-    return len(spec.layers) * total
+        cost = codec.site_bytes(
+            count * length, format=formats.get(text), coding=spec.coding, rows=count
+        )
+        total += len(ids) * cost
+    return total

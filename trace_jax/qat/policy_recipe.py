@@ -77,9 +77,13 @@ def trainer_audit(model: cfg.Model, quant: cfg.Quant, params: Any) -> Audit:
     if quant.trainer == "bf16":
         return Audit(rows=tuple(_plain(tree_weights(params), seen, L)))
     audit = resolve(recipe(quant), tree_weights(params), seen).audit
-    recorded = {i for i, p in enumerate(qat_plan.layer_plans(quant, L)) if p.recorded}
+    recorded = {
+        site_path(site, i)
+        for i, plan in enumerate(qat_plan.layer_plans(quant, L))
+        for site in plan.recorded
+    }
     rows = [
-        row if row.layer in recorded else dataclasses.replace(row, guide=None) for row in audit.rows
+        row if row.path in recorded else dataclasses.replace(row, guide=None) for row in audit.rows
     ]
     return Audit(rows=tuple(rows))
 

@@ -94,9 +94,7 @@ class Recipe:
         require(kept, "qat.Recipe: keep_first, keep_last", got, "numbers of layers")
         needed = bool(self.keep_first or self.keep_last or self.scanned)
         fix = 'layers="layers/*"'
-        require(
-            self.layers is not None or not needed, "qat.Recipe: layers", None, "a pattern", fix
-        )
+        require(self.layers is not None or not needed, "qat.Recipe: layers", None, "a pattern", fix)
         if self.layers is not None:
             one = self.layers.count("*") == 1
             require(one, "qat.Recipe: layers", self.layers, "a pattern with one `*`", fix)

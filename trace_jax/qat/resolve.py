@@ -188,7 +188,8 @@ class _Book:
                     layout = _layout(path, rule, weight, len(shape))
                     self.rule_of[path] = rule
                 self._note(rule, WEIGHT, why)
-            done = None if layout is None or rule is None else (rule.weights, layout)
+            format = rule and rule.weights
+            done = None if layout is None or format is None else (formats.get(format), layout)
             chosen.append(done)
             text = None if done is None else formats.spell(done[0])
             row = Row(path=own, what=WEIGHT, shape=shape, format=text, layer=layer, why=why)
@@ -289,19 +290,24 @@ def _layout(path: str, rule: Rule, weight: Weight, rank: int) -> Layout:
     if rule.axis is None:
         got = f"shape {weight.shape} in a module of unknown kind"
         fix = "qat.Rule(..., axis=-2) names the contracted axis"
-        known = weight.layout is not None and weight.rank in (None, rank)
-        require(known, f"qat: {path}", got, "the contracted axis", fix)
-        return weight.layout  # type: ignore[return-value]
-    out = rule.out
-    if out is None:
-        last = len(rule.axis) == 1 and rule.axis[0] >= -2
+        known = weight.layout if weight.rank in (None, rank) else None
+        require(known is not None, f"qat: {path}", got, "the contracted axis", fix)
+        assert known is not None  # for type checkers
+        return known
+    axis, out = _axes(rule.axis), _axes(rule.out)
+    if not out:
+        last = len(axis) == 1 and axis[0] >= -2
         fix = "qat.Rule(..., axis=(-3,), out=(-2, -1)) names all axes of one matrix"
-        require(last, f"qat: {path}", f"axis {rule.axis} alone", "out as well", fix)
-        out = (-3 - rule.axis[0],)
-    axes = (*rule.axis, *out)
-    ok = len(set(axes)) == len(axes) and min(axes) >= -rank
-    require(ok, f"qat: {path}", f"axis {rule.axis}, out {out}", f"different axes of rank {rank}")
-    return Layout(axis=rule.axis, out=out)
+        require(last, f"qat: {path}", f"axis {axis} alone", "out as well", fix)
+        out = (-3 - axis[0],)
+    every = (*axis, *out)
+    ok = len(set(every)) == len(every) and min(every) >= -rank
+    require(ok, f"qat: {path}", f"axis {axis}, out {out}", f"different axes of rank {rank}")
+    return Layout(axis=axis, out=out)
+
+
+def _axes(given: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    return (given,) if isinstance(given, int) else given or ()
 
 
 def _groups(book: _Book) -> tuple[tuple[str, ...], ...]:

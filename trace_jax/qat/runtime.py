@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from trace_jax.checks import require
-from trace_jax.guidance import codec
 from trace_jax.guidance.record import SiteRecord
 from trace_jax.qat import sites
 from trace_jax.qat.audit import Audit
@@ -80,7 +79,9 @@ def at_site(x: Any, name: str, plan: SitePlan | None, mode: str, store: Store) -
     guided = mode == "guided"
     value, stats = sites.quantize_site(x, record, valid & here, plan.site, guided=guided)
     if mode == "record":
-        kept = _encode(x, plan) if plan.guided else jnp.zeros((), bool)  # or only: it ran
+        kept = (
+            sites.record_site(x, plan.site) if plan.guided else jnp.zeros((), bool)
+        )  # or only: it ran
         store.put(f"{prefix}_{name}_{number}", kept)
     elif prefix:
         pairs = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}
@@ -97,18 +98,11 @@ def is_float(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) and jnp.ndim(x) > 0
 
 
-def _encode(x: Array, plan: SitePlan) -> SiteRecord:
-    format = plan.site.format
-    exact = format.pad(jax.lax.stop_gradient(x).astype(jnp.float32))
-    codes, scales, global_ = sites.own_rounding(exact, format)
-    return codec.encode(codes, scales, global_, format=format, coding=plan.site.coding)
-
-
 def _fed(store: Store, name: str, x: Array, plan: SitePlan) -> tuple[SiteRecord, Bool[Array, "*A"]]:
     fix = "inside a lifted transform, let the variables of qat through: see docs/qat.md"
     require(store.has(name), f"qat guided: {name}", "no record", "the record of this call", fix)
     record, valid = store.get(name)
-    like = jax.eval_shape(lambda x: jax.tree.leaves(_encode(x, plan)), x)
+    like = jax.eval_shape(lambda x: jax.tree.leaves(sites.record_site(x, plan.site)), x)
     got, need = ([leaf.shape for leaf in leaves] for leaves in (jax.tree.leaves(record), like))
     require(got == need, f"qat guided: record of {name}", got, need, "records of these inputs")
     return record, valid

@@ -132,26 +132,22 @@ class _Core:
             done_B=state.done_B,
             prompt_routes=routes,
             response_routes=state.routes,
-            prompt_records=self.recorded(records),
-            response_records=self.recorded(state.records),
+            prompt_records=records,
+            response_records=state.records,
             kv_records=self.kv_records(state.caches),
         )
 
-    def recorded(self, per_segment: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Of one thing per segment those of the segments that guidance keeps."""
-        if self.spec is None:
-            return ()
-        pairs = zip(self.segments, per_segment, strict=True)
-        return tuple(thing for segment, thing in pairs if segment.plan.recorded)
-
     def kv_records(self, caches: tuple[Any, ...]) -> tuple[Any, ...]:
         """Of the caches what guidance keeps; the rest never leaves the device."""
-        spec = self.spec
-        if spec is None or "k" not in spec.sites:
-            return ()
-        formats = self.recorded(tuple(segment.plan.kv for segment in self.segments))
-        pairs = zip(self.recorded(caches), formats, strict=True)
-        return tuple(kv_cache.record(cache, format, spec.coding) for cache, format in pairs)
+        out = []
+        for segment, cache in zip(self.segments, caches, strict=True):
+            format, kept = segment.plan.kv, segment.plan.recorded
+            if self.spec is None or format is None:
+                out.append({})
+                continue
+            named = {name: cache[name] for name in ("k", "v") if name in kept}
+            out.append(kv_cache.record(named, format, self.spec.coding))
+        return tuple(out)
 
     def start(self, caches, records, first, idle_B) -> Decoded:
         """State after the first token was sampled from the prompt's logits."""
@@ -285,16 +281,15 @@ class _Core:
         gate_up = partial(projections.gate_up, x_MD)
         y = moe.expert_mlp(routes, gates, self.model.experts, gate_up, down)
         records: dict[str, SiteRecord] = {}
-        spec = self.spec
-        if spec is None or not plan.recorded or plan.acts is None:
+        spec, kept = self.spec, projections.kept
+        if spec is None or plan.acts is None:
             return y, records
-        kept = projections.kept
-        if "expert_hidden" in spec.sites:
+        if "expert_hidden" in plan.recorded:
             hidden = native.to_pairs(kept["expert_hidden"], layout["dispatch"])
             kept["expert_hidden"] = jax.tree.map(lambda a: a.reshape(B, T, *a.shape[1:]), hidden)
         kept["expert_in"] = jax.tree.map(lambda a: a.reshape(B, T, -1), kept["expert_in"])
         for name in ("expert_in", "expert_hidden"):
-            if name in spec.sites:
+            if name in plan.recorded:
                 records[name] = codec.encode(*kept[name], format=plan.acts, coding=spec.coding)
         return y, records
 

@@ -19,7 +19,7 @@ from trace_jax.types import Prompt, Trajectory
 class Sampled:
     """What the device returns of one call, still padded.
 
-    Routes are one array a segment; records one pytree for each segment that guidance keeps.
+    Routes are one array a segment; records a dict by site for each, of what guidance keeps.
     """
 
     steps: Int[Array, ""] | np.ndarray  # tokens of the longest answer
@@ -65,9 +65,9 @@ def trajectories(
 ) -> list[Trajectory]:
     """Cuts each sequence out of the engine's (host) arrays, without padding."""
     prompt_routes, response_routes = _join(sampled.prompt_routes), _join(sampled.response_routes)
-    prompt_records = _join(sampled.prompt_records)
-    response_records = _join(sampled.response_records)
-    kv_records = _join(sampled.kv_records)
+    prompt_records = _join_sites(sampled.prompt_records)
+    response_records = _join_sites(sampled.response_records)
+    kv_records = _join_sites(sampled.kv_records)
     out = []
     for b in range(len(prompts) * samples):
         prompt, n = prompts[b // samples], int(sampled.length_B[b])
@@ -101,8 +101,12 @@ def trajectories(
     return out
 
 
-def _join(segments: tuple[Any, ...]) -> Any:
-    """The layers of all segments one after another; {} of none."""
-    if not segments:
-        return {}
+def _join(segments: Sequence[Any]) -> Any:
+    """The layers of all segments one after another."""
     return jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=0), *segments)
+
+
+def _join_sites(segments: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The same for each site, of the segments that have it."""
+    names = dict.fromkeys(name for segment in segments for name in segment)
+    return {name: _join([s[name] for s in segments if name in s]) for name in names}
