@@ -27,7 +27,7 @@ import numpy as np
 
 from trace_jax import overrides, parity, policy, stages, update
 from trace_jax.data import batching
-from trace_jax.formats import e2m1, quantize
+from trace_jax.formats import e2m1, get, quantize
 from trace_jax.guidance import codec
 from trace_jax.reward.pool import RewardPool
 
@@ -69,8 +69,9 @@ print("log-probs", first.sampler_logprobs_R, "finish", first.finish_reason)
 # %%
 for site, record in first.guidance.sites.items():
     print(f"{site:10} bits {record.bits.shape}  scales {record.scales.shape} (layers, tokens, ...)")
-codes, step = codec.decode(jax.tree.map(jnp.asarray, first.guidance.sites["expert_in"]), "codes")
-print("token 0, layer 0:", np.asarray(e2m1.decode(codes)[0, 0, :8] * step[0, 0, 0]))
+record = jax.tree.map(jnp.asarray, first.guidance.sites["expert_in"])
+kept = codec.decode(record, format=get("nvfp4"), coding=first.guidance.spec.coding)
+print("token 0, layer 0:", np.asarray(e2m1.decode(kept.values)[0, 0, :8] * kept.steps[0, 0, 0]))
 
 # %% [markdown]
 # ## 4. Rewards, advantages, a batch

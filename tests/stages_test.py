@@ -44,7 +44,7 @@ def test_a_rollout_reports_its_staleness_and_its_real_guidance_bytes(collected):
     assert metrics["rollout/staleness_versions"] == 2  # sampled by version 3, trained at version 5
     # 2 layers x (64 values: 4-bit codes, a scale per 16, a global; K and V of one head of 32)
     assert metrics["guide/bytes_per_token"] == 2 * (32 + 4 + 4 + 2 * (16 + 2))
-    assert metrics["quant/nan_scales"] == 0
+    assert metrics["reward/groups"] == 4
     assert metrics["rollout/tokens"] == collected.batch.loss_mask_BS.sum()
 
 

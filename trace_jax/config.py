@@ -156,6 +156,7 @@ class Run:
     samples_kept: int = 4  # decoded answers written each evaluation
     tensorboard: bool = True
     plots: bool = True
+    guidance_mib: int | None = 4096  # of guidance kept in memory; the rest waits on disk
     init_from: str | None = None  # a run directory whose policy to start from (no warm start)
 
     def __post_init__(self) -> None:

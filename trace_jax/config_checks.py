@@ -270,6 +270,7 @@ def run(section: Any) -> None:
             # A corrupt newest checkpoint must leave another to fall back to.
             "keep_checkpoints": 2,
             "samples_kept": 0,
+            "guidance_mib": 0,
         },
     )
 

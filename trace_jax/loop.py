@@ -11,6 +11,7 @@ random comes from (seed, purpose, step), and a checkpoint holds the rest.
 
 import dataclasses
 import pathlib
+import sys
 import time
 from typing import Any
 
@@ -24,6 +25,8 @@ from trace_jax.checkpoint import Checkpointer
 from trace_jax.checks import require
 from trace_jax.data import pipeline
 from trace_jax.evaluate import Evaluation, evaluate
+from trace_jax.guidance import health
+from trace_jax.guidance.store import GuidanceStore
 from trace_jax.interrupt import StopFlag, graceful_stop
 from trace_jax.metrics import MetricsWriter
 from trace_jax.progress import progress
@@ -73,6 +76,8 @@ class Outputs:
     pool: RewardPool
     stop: StopFlag
     audit: Audit  # what the trainer quantises, checked at the first step of every start
+    store: GuidanceStore  # of the rollouts that wait for training
+    alarms: set[str] = dataclasses.field(default_factory=set)  # kinds that have been printed
 
 
 def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> dict[str, Any]:
@@ -91,6 +96,7 @@ def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> d
         RewardPool(config.data.reward) as pool,
         open_run(workdir, overrides.to_dict(config)) as rundir,
         Checkpointer(rundir.folder("checkpoints"), config.run.keep_checkpoints) as checkpoints,
+        _guidance_store(config, rundir) as store,
         graceful_stop() as stop,
     ):
         write_atomic(rundir.root / "audit.txt", f"{audit}\n")
@@ -104,12 +110,20 @@ def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> d
                 pool=pool,
                 stop=stop,
                 audit=audit,
+                store=store,
             )
             if not resumed and position.warm_done:
                 _save(position, out)  # a run of no steps at all is still a run to start from
             _warm_start(built, position, out)
             _reinforce(built, position, out)
         return _finish(built, position, out, show)
+
+
+def _guidance_store(config: cfg.Config, rundir: RunDir) -> GuidanceStore:
+    """Memory for guidance as configured, and the run's own folder for the rest."""
+    mib = config.run.guidance_mib
+    memory_bytes = None if mib is None else mib * 2**20
+    return GuidanceStore(rundir.folder("guidance"), memory_bytes=memory_bytes)
 
 
 def _begin(built: Stages, started: bool) -> Position:
@@ -304,12 +318,15 @@ def _reinforce(built: Stages, position: Position, out: Outputs) -> None:
     with progress(config.steps, "GRPO", initial=position.rl_steps) as bar:
         while position.rl_steps < config.steps:
             start = time.perf_counter()
-            numbers = _step(built, position, out.pool, None if checked else out.audit)
+            numbers = _step(built, position, out, None if checked else out.audit)
             checked = True
             last = position.rl_steps == config.steps
             if last or position.rl_steps % config.run.eval_every == 0:
                 numbers |= _held_out(built, position, out, "after")
-            position.wall_s += time.perf_counter() - start
+            elapsed = time.perf_counter() - start
+            position.wall_s += elapsed
+            numbers |= out.store.metrics(elapsed)
+            _raise_alarms(position, out, numbers)
             out.metrics.write(position.rl_steps, position.wall_s, numbers)
             bar.update(
                 1,
@@ -322,18 +339,27 @@ def _reinforce(built: Stages, position: Position, out: Outputs) -> None:
             _obey(position, out)
 
 
-def _step(
-    built: Stages, position: Position, pool: RewardPool, audit: Audit | None
-) -> dict[str, float]:
+def _raise_alarms(position: Position, out: Outputs, numbers: dict[str, float]) -> None:
+    """Counts what looks wrong in the numbers of a step, and prints each kind once a start."""
+    found = health.alarms(numbers)
+    numbers["run/alarms"] = float(len(found))
+    for text in found:
+        kind = text.partition(":")[0]
+        if kind not in out.alarms:
+            out.alarms.add(kind)
+            print(f"alarm at step {position.rl_steps}: {text}", file=sys.stderr, flush=True)
+
+
+def _step(built: Stages, position: Position, out: Outputs, audit: Audit | None) -> dict[str, float]:
     """One GRPO step; returns its metrics. With an audit, its sites must have produced codes."""
     step = position.rl_steps
     prompts = next(position.prompts)
-    collected = stages.roll_out(built, position.weights[0], prompts, pool, step, step)
+    collected = stages.roll_out(
+        built, position.weights[0], prompts, out.pool, step, step, out.store
+    )
     clock = time.perf_counter()
     params = position.state.params
-    batch, numbers = stages.add_log_probs(
-        built, params, position.reference, collected.batch, audit
-    )
+    batch, numbers = stages.add_log_probs(built, params, position.reference, collected.batch, audit)
     logprobs_s = time.perf_counter() - clock
     state, trained = stages.train(built, position.state, batch, step)
     update_s = time.perf_counter() - clock - logprobs_s

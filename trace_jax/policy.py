@@ -238,4 +238,6 @@ class _Layer:
             counts[f"quant/code_flip_rate/{name}"] = stats.flips
             counts[f"guide/scale_equal/{name}"] = stats.scale_equal
             counts[f"guide/undecoded/{name}"] = stats.undecoded
+            for kind in ("zero_scales", "nan_scales", "saturated_blocks"):
+                counts[f"quant/{kind}/{name}"] = getattr(stats, kind)
         return y

@@ -18,6 +18,8 @@ from trace_jax.data import batching
 from trace_jax.data.prompts import PromptSets, build_prompts
 from trace_jax.data.tokenizer import Tokenizer, load_tokenizer
 from trace_jax.guidance import health
+from trace_jax.guidance.record import Guidance
+from trace_jax.guidance.store import GuidanceStore
 from trace_jax.models import transformer
 from trace_jax.qat import plan as qat_plan
 from trace_jax.qat.audit import Audit
@@ -26,7 +28,7 @@ from trace_jax.reward.pool import RewardPool, count_failures
 from trace_jax.rl import advantage, loss
 from trace_jax.rollout import jax_engine
 from trace_jax.rollout.audit import sampler_audit
-from trace_jax.types import Batch, Mean, Params, Prompt, Scored, TrainState
+from trace_jax.types import Batch, Mean, Params, Prompt, Scored, TrainState, Trajectory
 from trace_jax.weight_sync import SamplerWeights
 
 
@@ -155,12 +157,20 @@ def roll_out(
     pool: RewardPool,
     step: int,
     version: int,
+    store: GuidanceStore | None = None,
 ) -> Collected:
-    """Samples, scores and collates one step; `version` is the trainer's, to tell the staleness."""
+    """Samples, scores and collates one step.
+
+    Args: version: the trainer's, to tell the staleness. store: keeps the guidance until it is
+          trained on; None: it stays in memory.
+    """
     config, start = stages.config, time.perf_counter()
     key = stages.purpose_key("rollout", step)
     trajectories = stages.generate(weights, prompts, config.rollout.group_size, key)
     sampled_s = time.perf_counter() - start
+    recorded = _guidance_metrics(trajectories, config)
+    if store is not None:
+        trajectories = [store.keep(trajectory) for trajectory in trajectories]
     texts = [stages.tokenizer.response_text(t.response_T.tolist()) for t in trajectories]
     scored = pool.score_all(trajectories, texts)
     collected = batching.collect(scored)
@@ -187,43 +197,46 @@ def roll_out(
         rows=batching.rows_for(len(trajectories), per_update),
     )
     tokens = int(sum(len(t.response_T) for t in trajectories))
-    metrics = _rollout_metrics(scored, tokens, config, weights, version) | {
+    metrics = _rollout_metrics(scored, tokens, weights.version, version) | recorded
+    metrics |= {
         "rollout/step_s": sampled_s,
         "rollout/tokens_per_s": tokens / sampled_s,
         "reward/step_s": time.perf_counter() - start - sampled_s,
         "reward/zero_variance_groups": gains.zero_variance_groups,
         "reward/small_groups": gains.small_groups,
+        "reward/groups": len(prompts),
         "sync/bytes": weights.bytes,
     }
     return Collected(batch=batch, metrics={k: float(v) for k, v in metrics.items()})
 
 
 def _rollout_metrics(
-    scored: Sequence[Scored], tokens: int, config: cfg.Config, weights: SamplerWeights, version: int
+    scored: Sequence[Scored], tokens: int, sampled_by: int, version: int
 ) -> dict[str, float]:
     trajectories = [item.trajectory for item in scored]
     rewards = [item.reward for item in scored if item.reward is not None]
-    records = [t.guidance for t in trajectories if t.guidance is not None]
-    processed = sum(len(t.tokens_T) - 1 for t in trajectories)
-    metrics = {
+    return {
         "reward/mean": float(np.mean(rewards)),
         "reward/failed": len(scored) - len(rewards),
         "rollout/tokens": tokens,
         "rollout/length_tokens": tokens / len(trajectories),
-        "rollout/truncated": np.mean([t.finish_reason == "length" for t in trajectories]),
-        "rollout/staleness_versions": version - weights.version,
-        "guide/bytes_per_token": 0.0,
+        "rollout/truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+        "rollout/staleness_versions": version - sampled_by,
     }
-    if records:
-        metrics |= health.scale_health(records)
-        # what only measures agreement (a trainer that does not follow) is not a cost of the method
-        followed = config.quant.trainer == "trace"
-        recorded = health.record_bytes(records) / processed
-        metrics["guide/bytes_per_token"] = recorded if followed else 0.0
-        spec = qat_plan.guidance_spec(config.quant, config.model.layers)
-        expected = qat_plan.bytes_per_token(spec, config.model)
-        assert abs(recorded - expected) < 1e-6, (recorded, expected)
-    return metrics
+
+
+def _guidance_metrics(trajectories: Sequence[Trajectory], config: cfg.Config) -> dict[str, float]:
+    """What the records of a rollout cost, as they travel."""
+    records = [t.guidance for t in trajectories if isinstance(t.guidance, Guidance)]
+    if not records:
+        return {"guide/bytes_per_token": 0.0}
+    processed = sum(len(t.tokens_T) - 1 for t in trajectories)
+    recorded = health.record_bytes(records) / processed
+    spec = qat_plan.guidance_spec(config.quant, config.model.layers)
+    expected = qat_plan.bytes_per_token(spec, config.model)
+    assert abs(recorded - expected) < 1e-6, (recorded, expected)
+    # what only measures agreement (a trainer that does not follow) is not a cost of the method
+    return {"guide/bytes_per_token": recorded if config.quant.trainer == "trace" else 0.0}
 
 
 def add_log_probs(
@@ -241,8 +254,11 @@ def add_log_probs(
     clip would act on that difference. With an `audit`, every site in it must have produced codes.
     """
     size = stages.config.optim.micro_batch
-    parts = list(batching.micro_batches(batch, size))
-    outputs = [stages.log_probs(params, part) for part in parts]
+    outputs, references = [], []
+    for part in batching.micro_batches(batch, size):
+        outputs.append(stages.log_probs(params, part))
+        if reference is not None:
+            references.append(stages.log_probs(reference, part)[0])
     old_BS = np.concatenate([np.asarray(logprobs) for logprobs, _ in outputs])
     totals = functools.reduce(_add, (jax.device_get(counts) for _, counts in outputs))
     if audit is not None:
@@ -253,21 +269,27 @@ def add_log_probs(
     if stages.config.optim.minibatches > 1:
         batch = dataclasses.replace(batch, old_logprobs_BS=np.where(mask_BS, old_BS, 0.0))
     if reference is not None:
-        pieces = [np.asarray(stages.log_probs(reference, part)[0]) for part in parts]
-        reference_BS = np.where(mask_BS, np.concatenate(pieces), 0.0)
+        reference_BS = np.where(mask_BS, np.concatenate([np.asarray(r) for r in references]), 0.0)
         batch = dataclasses.replace(batch, reference_logprobs_BS=reference_BS)
     return batch, metrics
 
 
+# reported over all sites too
+_TOTALS = (
+    *("guide/agreement", "guide/bit_agreement", "guide/undecoded"),
+    *("quant/zero_scales", "quant/nan_scales", "quant/saturated_blocks"),
+)
+
+
 def summarise_sites(counts: dict[str, Mean]) -> dict[str, float]:
-    """Divides the counts, and adds agreement over all sites.
+    """Divides the counts, and adds agreement and health of scales over all sites.
 
     `guide/agreement` is about codes. Mantissa guidance has no codes to compare with, only bits,
     which the bracket almost always satisfies: that is `guide/bit_agreement`.
     """
     of_layers = f"{policy.CODED}layers/"
     metrics = {n: mean.value for n, mean in counts.items() if not n.startswith(of_layers)}
-    for total in ("guide/agreement", "guide/bit_agreement"):
+    for total in _TOTALS:
         guided = [mean for name, mean in counts.items() if name.startswith(f"{total}/")]
         if guided:
             metrics[total] = functools.reduce(lambda a, b: a + b, guided).value

@@ -8,6 +8,7 @@ from flax import nnx
 
 from trace_jax import formats, qat
 from trace_jax.guidance import codec
+from trace_jax.guidance.record import Coding
 from trace_jax.qat import sites
 
 D = 32
@@ -62,6 +63,12 @@ def tap(x, **options):
     return qat.nnx(Tap(), rules, x)
 
 
+def test_op_by_op_is_compiled_bit_for_bit():
+    x = jax.random.normal(jax.random.key(0), (4, 64))
+    q = tap(x)
+    np.testing.assert_array_equal(q.apply(q.params, x), jax.jit(q.apply)(q.params, x))
+
+
 @pytest.mark.parametrize("guide", ["codes", "mantissa"])
 def test_records_of_another_precision_move_every_code_inside_its_bracket(guide):
     rng = np.random.default_rng(0)
@@ -72,7 +79,7 @@ def test_records_of_another_precision_move_every_code_inside_its_bracket(guide):
     recorded, records = jax.jit(q.record)(q.params, rollout)
     got, stats = jax.jit(q.guided)(q.params, records, x)
     record = records["k"]
-    outcome = codec.decode(record, format=formats.get(ONE), kind=guide)
+    outcome = codec.decode(record, format=formats.get(ONE), coding=Coding(kind=guide))
     step = np.repeat(np.float64(outcome.steps), 16, axis=-1)
     code, theirs = np.float64(got) / step, np.float64(recorded.astype(jnp.float32)) / step
     z = np.clip(x / step, -6, 6)

@@ -87,7 +87,7 @@ def recipe(scanned=False, rules=RULES, **options):
 @functools.cache
 def unrolled(block=Block, keep_last=0):
     """A model under its recipe, and its plain output, records, and output guided by them."""
-    model = Unrolled(nnx.Rngs(0), block)
+    model = Unrolled(nnx.Rngs(0), block, layers=2 if block is Block else 3)
     rules = RULES if block is Block else EXACT_RULES
     q = qat.nnx(model, recipe(rules=rules, keep_last=keep_last), TOKENS)
     return q, model
@@ -118,12 +118,12 @@ def test_the_audit_names_every_parameter_and_site():
     rows = {row.path: row for row in q.audit.rows}
     params = {"/".join(map(str, p)) for p, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     assert params == {path for path, row in rows.items() if row.what == "weight"}
-    assert len(q.audit.weights) == 2 * 6 and len(q.audit.sites) == 2 * 4
+    assert len(q.audit.weights) == 6 and len(q.audit.sites) == 4
     assert rows["layers/0/down/kernel"].axis == (-2,)
     assert rows["layers/0/attention/out/kernel"].axis == (-3, -2)
-    assert rows["layers/1/attention/k"].format == ONE
-    assert rows["layers/1/attention/k"].shape == (4, T, 2, 16)
-    assert rows["layers/2/up/kernel"].why == "layer kept as it is"
+    assert rows["layers/0/attention/k"].format == ONE
+    assert rows["layers/0/attention/k"].shape == (4, T, 2, 16)
+    assert rows["layers/1/up/kernel"].why == "layer kept as it is"
     assert rows["layers/0/attention/query/bias"].why == "not a matrix of this module"
     assert rows["embed/embedding"].why == rows["layers/0/norm/scale"].why == "no rule"
 
@@ -164,7 +164,7 @@ def test_a_record_belongs_to_its_layer():
 def scanned(block, keep_last=0, **options):
     """The scanned model with the parameters of the unrolled one."""
     rules = RULES if block is Block else EXACT_RULES
-    model = Scanned(nnx.Rngs(0), block, **options)
+    model = Scanned(nnx.Rngs(0), block, layers=2 if block is Block else 3, **options)
     q = qat.nnx(model, recipe(True, rules, keep_last=keep_last), TOKENS)
     params = nnx.clone(q.params)
     nnx.replace_by_pure_dict(params, stack(unrolled(block, keep_last)[0].params))
@@ -266,7 +266,6 @@ def test_transforms_around_the_model_change_no_bit():
         return carry, jax.checkpoint(q.record)(q.params, tokens)
 
     same(jax.jit(lambda t: jax.lax.scan(step, 0, t)[1])(rows), vmapped)
-    same(q.apply(q.params, TOKENS), want)  # op by op
 
 
 def test_shard_map_over_the_batch_changes_no_bit():

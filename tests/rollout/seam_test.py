@@ -19,6 +19,8 @@ MODES = {
     "W4A16": cfg.Quant(acts=None),
     "low bits of scales": cfg.Quant(guide="mantissa", guide_scale_bits=2),
     "sites in layers of their own": cfg.Quant(guide_layers="expert_in=0 kv=1"),
+    "MXFP4 W4A8": cfg.Quant(weights="mxfp4", acts="mxfp8", kv="mxfp4", guide_hidden=True),
+    "conventions": cfg.Quant(weights="4over6", acts="nvfp4:convention=te", kv="hif4"),
     "mantissa, hidden, amax": cfg.Quant(guide="mantissa", guide_hidden=True, kv="nvfp4"),
 }
 
@@ -47,7 +49,7 @@ def test_sampler_and_trainer_agree_in_float32(tiny, mode):
     audit = trainer_audit(tiny.MODEL, MODES[mode], pair.params)
     coded = {path: counts[f"quant/coded/{path}"] for path in audit.sites}
     assert (len(coded) == 0) == (mode == "bf16")
-    assert all(0.3 < share < 1 for share in coded.values())
+    assert all(0.3 < share <= 1 for share in coded.values())
     # of codes, or of the one bit that mantissa guidance has
     kinds = ("guide/agreement", "guide/bit_agreement")
     agreement = {n.split("/")[-1]: v for n, v in counts.items() if n.startswith(kinds)}

@@ -45,14 +45,12 @@ def encode(
     global_scale: Float[Array, "*A 1"] | None,
     *,
     format: Format,
-    coding: Coding | None = None,
-    kind: str | None = None,
+    coding: Coding,
 ) -> SiteRecord:
     """Packs codes, scale bytes and an optional float32 global scale. K: whole blocks.
 
     Raises: ValueError if the format's scale bytes cannot be kept by their low bits.
     """
-    coding = _coding(coding, kind)
     if coding.kind == "mantissa":
         bits = e2m1.pack_bits(codes & 1)
     else:
@@ -71,8 +69,7 @@ def decode(
     x: Float[Array, "*A K"] | None = None,
     *,
     format: Format,
-    coding: Coding | None = None,
-    kind: str | None = None,
+    coding: Coding,
 ) -> Outcome:
     """Inverse of `encode`.
 
@@ -80,7 +77,6 @@ def decode(
             global scale, the recorded low bits are matched; not needed where bytes are whole.
     Raises: ValueError if x is needed and missing.
     """
-    coding = _coding(coding, kind)
     if coding.kind == "mantissa":
         values = e2m1.unpack_bits(record.bits)
     else:
@@ -136,15 +132,13 @@ def site_bytes(
     values: int,
     *,
     format: Format,
-    coding: Coding | None = None,
+    coding: Coding,
     rows: int = 1,
-    kind: str | None = None,
 ) -> int:
     """Bytes of one token at one site and layer: bits, scales, and a global scale per row.
 
     Args: values: of all rows together. rows: vectors with scales of their own.
     """
-    coding = _coding(coding, kind)
     length = format.padded(values // rows)
     bits = length * (1 if coding.kind == "mantissa" else format.element.BITS) // 8
     kept = scale_bits(length, format=format, coding=coding)
@@ -152,11 +146,6 @@ def site_bytes(
     scales = scales if kept == 8 else scale_code.coded_bytes(scales, kept)
     global_ = 4 if coding.global_bits == 32 else 1 if _is_power_of_two(format) else 2
     return rows * (bits + scales + global_ * format.has_global)
-
-
-def _coding(coding: Coding | None, kind: str | None) -> Coding:
-    """Until every caller passes a `Coding`."""
-    return coding if coding is not None else Coding(kind=kind or "codes")
 
 
 def _nan_byte(format: Format) -> int:

@@ -16,13 +16,10 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, UInt8
 
-from trace_jax import formats
 from trace_jax.checks import message
 from trace_jax.formats import Format
-from trace_jax.guidance.codec import scale_bits
 from trace_jax.guidance.record import Guidance
 from trace_jax.types import Mean
 
@@ -56,29 +53,6 @@ def scale_counts(
         "nan_scales": share(first == nan, blocks),
         "saturated_blocks": share((first == largest) & (can_saturate > 0), blocks * can_saturate),
     }
-
-
-def scale_health(records: Sequence[Guidance]) -> dict[str, float]:
-    """The same from records on the host, where they hold whole scale bytes; else `scale_counts`."""
-    totals = dict.fromkeys(("zero_scales", "nan_scales", "saturated_blocks"), 0)
-    blocks = free = 0
-    for record in records:
-        for name, text in zip(record.spec.sites, record.spec.formats, strict=True):
-            site, format = record.sites[name], formats.get(text)
-            per_byte = 8 if record.spec.kind == "mantissa" else 8 // format.element.BITS
-            length = site.bits.shape[-1] * per_byte
-            if scale_bits(length, format=format, coding=record.spec.coding) < 8:
-                continue
-            largest, nan = _ENDS[jnp.dtype(format.scale_dtype).name]
-            first = np.asarray(site.scales)[..., :: format.scale_bytes]
-            blocks += first.size
-            totals["zero_scales"] += int(np.count_nonzero(first == 0))
-            totals["nan_scales"] += int(np.count_nonzero(first == nan))
-            if site.global_scale is None:
-                free += first.size
-                totals["saturated_blocks"] += int(np.count_nonzero(first == largest))
-    counts = {"zero_scales": blocks, "nan_scales": blocks, "saturated_blocks": free}
-    return {f"quant/{name}": total / max(counts[name], 1) for name, total in totals.items()}
 
 
 def record_bytes(records: Sequence[Guidance]) -> int:

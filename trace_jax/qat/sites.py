@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, UInt8
 
 from trace_jax.checks import require
 from trace_jax.formats import Format
-from trace_jax.formats.base import in_dtype
-from trace_jax.guidance import codec
+from trace_jax.formats.base import in_dtype, largest
+from trace_jax.guidance import codec, health
 from trace_jax.guidance.record import Coding, SiteRecord
 from trace_jax.types import Mean
 
@@ -31,6 +31,9 @@ class SiteStats:
     flips: Mean | None = None  # codes that plain rounding on the rollout's step would have changed
     scale_equal: Mean | None = None  # scale bytes that this side alone would have chosen equally
     undecoded: Mean | None = None  # rows whose scales the record's low bits could not restore
+    zero_scales: Mean | None = None  # blocks of the record, see `guidance.health`
+    nan_scales: Mean | None = None
+    saturated_blocks: Mean | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +134,7 @@ def quantize_site(
     if record is not None:
         outcome = codec.decode(record, exact, format=format, coding=site.coding)
         recorded, recorded_step = outcome.values, format.spread(outcome.steps)
-        plain = format.element.round_nearest(exact, recorded_step)
+        plain = format.round_rows(exact, outcome.scales, outcome.global_scale)
         if guided:
             followed = guided_codes(exact, recorded, recorded_step, site)
             here = valid[..., None]
@@ -143,6 +146,7 @@ def quantize_site(
         compared["flips"] = _count((kept(plain) != recorded)[..., :width], valid)
         compared["scale_equal"] = _count(own_scales == outcome.scales, valid)
         compared["undecoded"] = _count(outcome.failed[..., None], valid)
+        compared |= health.scale_counts(outcome.scales, valid, format)
     with jax.named_scope("value"):  # from here `aot/survival.py` looks back
         value = in_dtype((format.element.decode(codes) * step)[..., :width], x.dtype)
     value = jax.lax.stop_gradient(value)
@@ -203,5 +207,5 @@ def weight_codes(
     and back. Codes have whole blocks: Kp is K padded.
     """
     source = jax.lax.reduce_precision(w.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
-    global_ = format.global_scale(jnp.max(jnp.abs(source), axis=(-2, -1), keepdims=True))
+    global_ = format.global_scale(largest(source, axis=(-2, -1), keepdims=True))
     return *format.quantize_rows(format.pad(source), global_), global_

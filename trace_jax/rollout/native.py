@@ -63,13 +63,14 @@ class Projections:
         return self._matmul(rows, global_, self.params.down.get_value(), d).astype(h_NbF.dtype)
 
     def _quantised(self, site: str, x: Array) -> tuple[Array, Array | None]:
-        """The operand and the global scale of each row."""
+        """The operand and the factor of each row that its global scale stands for."""
         if self.acts is None:
             return x, None
         rows = self.acts.pad(x.astype(jnp.float32))
         codes, scales, global_ = sites.own_rounding(rows, self.acts)
         self.kept[site] = (codes, scales, global_)
-        return operand(codes, scales, self.acts)[..., : x.shape[-1]], global_
+        factor = None if global_ is None else self.acts.decode_scale(global_)
+        return operand(codes, scales, self.acts)[..., : x.shape[-1]], factor
 
     def _matmul(self, rows: Array, global_: Array | None, weight: Any, d: Dispatch) -> Array:
         """Accumulates in float32; all global scales come last."""
@@ -79,7 +80,7 @@ class Projections:
             total = grouped_matmul(rows, weight.astype(jnp.float32), d)
             return total if global_ is None else total * global_
         w_EOK = weight_operand(weight, self.weights)[..., : rows.shape[-1]]
-        scale = weight["global"][d.expert_N]
+        scale = self.weights.decode_scale(weight["global"])[d.expert_N]
         total = grouped_matmul(rows.astype(jnp.float32), w_EOK, d)
         return total * (scale if global_ is None else global_ * scale)
 
