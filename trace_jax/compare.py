@@ -22,8 +22,13 @@ MODES: dict[str, dict[str, Any]] = {
     "trace-full": {"trainer": "trace", "guide": "codes", "guide_layers": "all"},
     "trace-mantissa": {"trainer": "trace", "guide": "mantissa", "guide_layers": "all"},
     "trace-compact": {"trainer": "trace", "guide": "mantissa", "guide_layers": "latter_half"},
+    "trace-lean": {
+        **{"trainer": "trace", "guide": "mantissa", "guide_layers": "latter_half"},
+        **{"guide_scale_bits": 2, "guide_global_bits": 16},
+    },
     "trace-last-1": {"trainer": "trace", "guide": "mantissa", "guide_layers": "last:1"},
     "trace-hidden": {"trainer": "trace", "guide": "codes", "guide_hidden": True},
+    "configured": {},
 }
 COLUMNS = (
     "accuracy/before",
