@@ -26,7 +26,9 @@ SETTINGS += ("run.checkpoint_every=2", "run.eval_every=3", "warm_start.check_eve
 
 
 def command(workdir: pathlib.Path) -> list[str]:
-    options = [part for setting in SETTINGS for part in ("--set", setting)]
+    # in the run that is stopped and killed all guidance waits on disk, in the other one in memory
+    settings = (*SETTINGS, f"run.guidance_mib={4096 if workdir.name == 'straight' else 0}")
+    options = [part for setting in settings for part in ("--set", setting)]
     config = "--config=configs/tiny_cpu.py"
     return [sys.executable, "launch/train.py", config, f"--workdir={workdir}", *options]
 
@@ -66,10 +68,19 @@ def stop(process: subprocess.Popen, number: signal.Signals) -> str:
 
 
 def facts(workdir: pathlib.Path) -> list[dict]:
-    """The metrics without what a clock says."""
+    """The metrics without what a clock or a memory budget says."""
     timed = ("_s", "/s")
     rows = read_metrics(workdir / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.endswith(timed)} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not (k.endswith(timed) or k.startswith("guide/store_"))}
+        for row in rows
+    ]
+
+
+def spilled(workdir: pathlib.Path) -> float:
+    """Bytes of guidance that went to disk."""
+    rows = read_metrics(workdir / "metrics.jsonl")
+    return sum(row.get("guide/store_spilled_bytes", 0.0) for row in rows)
 
 
 def final_arrays(workdir: pathlib.Path) -> dict[str, np.ndarray]:
@@ -98,6 +109,8 @@ def test_a_run_stopped_and_killed_equals_an_undisturbed_one_in_every_array_and_m
     finish(broken)
     for got, expected in zip(facts(broken), facts(straight), strict=True):
         assert got == expected, (got["stage"], got["step"])
+    assert spilled(broken) > 0 == spilled(straight)
+    assert not any((broken / "guidance").glob("*.guidance"))  # the killed run left some
     arrays = final_arrays(broken)
     assert arrays.keys() == final_arrays(straight).keys()
     for name, leaf in final_arrays(straight).items():
