@@ -29,7 +29,7 @@ setup: $(READY)  ## create .venv with the locked versions (PYTHON=... picks the 
 # Redone only when the locks or pyproject.toml change. pip installs exactly what the lock names; the
 # few packages without a wheel are built by the locked setuptools. Byte code is written at once, by
 # all cores, because some packages warn when it is made.
-$(READY): pyproject.toml requirements-dev.lock
+$(READY): pyproject.toml requirements-dev.lock requirements-peers.lock
 	@set -eu; \
 	right='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; \
 	chosen=; \
@@ -53,6 +53,7 @@ $(READY): pyproject.toml requirements-dev.lock
 	@awk '/^[^ #]/ { on = /^setuptools==/ } on' requirements-dev.lock > $(VENV)/setuptools.lock
 	$(PIP) --require-hashes -r $(VENV)/setuptools.lock
 	$(PIP) --require-hashes -r requirements-dev.lock
+	$(PIP) --require-hashes -r requirements-peers.lock
 	$(PIP) --editable .
 	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	printf '$(NO_PYCOSAT)' > "$$site/pycosat.py"; \
@@ -79,7 +80,7 @@ demo: setup  ## train the default experiment on this CPU, start to end
 	$(BIN)/python launch/train.py --config=configs/demo_cpu.py
 
 test: setup setup-aot  ## the test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: setup setup-aot  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow

@@ -25,6 +25,7 @@ import sys
 import types
 import warnings
 
+# %%
 import jax
 import jax.numpy as jnp
 import optax
@@ -131,6 +132,7 @@ def loss(params, records):
     return losses.mean()
 
 
+# %%
 step = jax.jit(jax.value_and_grad(loss))
 for i in range(3):
     value, gradient = step(low, records)

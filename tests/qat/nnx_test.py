@@ -87,7 +87,7 @@ def recipe(scanned=False, rules=RULES, **options):
 @functools.cache
 def unrolled(block=Block, keep_last=0):
     """A model under its recipe, and the model."""
-    model = Unrolled(nnx.Rngs(0), block, layers=2 if block is Block else 3)
+    model = Unrolled(nnx.Rngs(0), block, layers=2 + (keep_last if block is Exact else 0))
     rules = RULES if block is Block else EXACT_RULES
     q = qat.nnx(model, recipe(rules=rules, keep_last=keep_last), TOKENS)
     return q, model
@@ -164,7 +164,7 @@ def test_a_record_belongs_to_its_layer():
 def scanned(block, keep_last=0, **options):
     """The scanned model with the parameters of the unrolled one."""
     rules = RULES if block is Block else EXACT_RULES
-    model = Scanned(nnx.Rngs(0), block, layers=2 if block is Block else 3, **options)
+    model = Scanned(nnx.Rngs(0), block, layers=2 + (keep_last if block is Exact else 0), **options)
     q = qat.nnx(model, recipe(True, rules, keep_last=keep_last), TOKENS)
     params = nnx.clone(q.params)
     nnx.replace_by_pure_dict(params, stack(unrolled(block, keep_last)[0].params))
@@ -203,7 +203,7 @@ def test_remat_changes_no_bit_of_values_and_records(kind):
     if kind is Scanned:
         q, params = scanned(Exact, wrap=nnx.remat)
     else:
-        model = Unrolled(nnx.Rngs(0), Exact, wrap=nnx.remat)
+        model = Unrolled(nnx.Rngs(0), Exact, layers=2, wrap=nnx.remat)
         q, params = qat.nnx(model, recipe(rules=EXACT_RULES), TOKENS), unrolled(Exact)[0].params
     plain, plain_params = scanned(Exact) if kind is Scanned else (unrolled(Exact)[0], params)
 
