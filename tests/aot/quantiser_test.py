@@ -90,19 +90,27 @@ def test_a_guess_that_is_one_code_off_gives_the_same_block_scale(monkeypatch, of
     assert len(guesses) == 1  # the guess goes through here, and nothing else does
 
 
-@pytest.mark.parametrize("off", [-1, 1])
-def test_a_first_guess_that_is_one_code_off_gives_the_same_mxfp8_codes(monkeypatch, off):
-    """So the ulp that `rcp.approx.f32` may be off changes nothing."""
+@pytest.mark.parametrize("off", [-(2.0**-21), -(2.0**-23), 2.0**-23, 2.0**-21])
+def test_an_approximate_quotient_gives_the_same_mxfp8_codes(monkeypatch, off):
+    """So the ulps that `rcp.approx.f32` may be off change nothing: here up to four, either way."""
     values = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     points = np.concatenate([values, (values[:-1] + values[1:]) / 2, [500.0]]).astype(np.float32)
     x = np.concatenate([points, *(np.nextafter(points, np.float32(s)) for s in (0, np.inf))])
     x = jnp.asarray(x[(x == 0) | (x > 2.0**-126)])
     step = jnp.ones_like(x)
-    right = np.asarray(e4m3.round_nearest(x, step))
-    wrong = np.clip(right.astype(np.int32) + off, 0, 126)
-    assert np.mean(wrong != right) > 0.9
-    monkeypatch.setattr(e4m3, "_near", lambda magnitude, step: jnp.asarray(wrong))
-    np.testing.assert_array_equal(np.asarray(e4m3.round_nearest(x, step)), right)
+    right = [np.asarray(e4m3.round_nearest(x, step)), *map(np.asarray, e4m3.bracket(x, step))]
+    exact, moved = e4m3._near, []
+
+    def off_by_ulps(magnitude, step):
+        guess = exact(magnitude * jnp.float32(1 + off), step)
+        moved.append(np.any(np.asarray(guess) != np.asarray(exact(magnitude, step))))
+        return guess
+
+    monkeypatch.setattr(e4m3, "_near", off_by_ulps)
+    got = [np.asarray(e4m3.round_nearest(x, step)), *map(np.asarray, e4m3.bracket(x, step))]
+    for want, found in zip(right, got, strict=True):
+        np.testing.assert_array_equal(found, want)
+    assert len(moved) == 2 and all(moved)  # the quotient goes through here, and it matters
 
 
 def hard_values():
