@@ -15,19 +15,26 @@ from trace_jax import loop, summary
 from trace_jax.checks import require
 from trace_jax.rundir import read_run
 
+_PAPER = {"guide_scale_bits": 8, "guide_global_bits": 32}  # scales and global scales whole
 MODES: dict[str, dict[str, Any]] = {
     "bf16": {"rollout": "bf16", "trainer": "bf16"},
     "naive": {"rollout": "fp4", "trainer": "bf16"},
     "qat": {"rollout": "fp4", "trainer": "qat"},
-    "trace-full": {"trainer": "trace", "guide": "codes", "guide_layers": "all"},
-    "trace-mantissa": {"trainer": "trace", "guide": "mantissa", "guide_layers": "all"},
-    "trace-compact": {"trainer": "trace", "guide": "mantissa", "guide_layers": "latter_half"},
+    "trace-full": {"trainer": "trace", "guide": "codes", "guide_layers": "all", **_PAPER},
+    "trace-mantissa": {"trainer": "trace", "guide": "mantissa", "guide_layers": "all", **_PAPER},
+    "trace-compact": {
+        **{"trainer": "trace", "guide": "mantissa", "guide_layers": "latter_half"},
+        **_PAPER,
+    },
     "trace-lean": {
         **{"trainer": "trace", "guide": "mantissa", "guide_layers": "latter_half"},
         **{"guide_scale_bits": 2, "guide_global_bits": 16},
     },
-    "trace-last-1": {"trainer": "trace", "guide": "mantissa", "guide_layers": "last:1"},
-    "trace-hidden": {"trainer": "trace", "guide": "codes", "guide_hidden": True},
+    "trace-last-1": {
+        **{"trainer": "trace", "guide": "mantissa", "guide_layers": "last:1"},
+        **_PAPER,
+    },
+    "trace-hidden": {"trainer": "trace", "guide": "codes", "guide_hidden": True, **_PAPER},
     "configured": {},
 }
 COLUMNS = (

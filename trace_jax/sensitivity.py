@@ -22,6 +22,7 @@ from trace_jax.guidance.record import GuidanceSpec
 from trace_jax.progress import progress
 from trace_jax.qat import plan as qat_plan
 from trace_jax.reward.pool import RewardPool
+from trace_jax.types import Mean
 
 # Sites that are kept or left out together: K and V of a layer are
 UNITS = {"expert_in": ("expert_in",), "expert_hidden": ("expert_hidden",), "kv": ("k", "v")}
@@ -36,6 +37,7 @@ class Report:
     choice: probe.Choice
     rows: list[probe.Row]
     cost: dict[Unit, int]  # bytes per token
+    undecoded: float  # share of rows whose scales the low bits could not restore: their only loss
 
     @property
     def setting(self) -> str:
@@ -67,7 +69,7 @@ def measure(config: cfg.Config, start: str, *, budget: int, tries: int | None = 
     units, tries = tuple(cost), 4 * len(cost) if tries is None else tries
     built = stages.build(config)
     params = loop.load_params(start, stages.initial_params(built))
-    gap = _make_gap(built, params)
+    gap, undecoded = _make_gap(built, params)
     stop = max(layer for _, layer in units) + 1
     first = min(layer for _, layer in units)
     half = frozenset(unit for unit in units if unit[1] >= (first + stop) // 2)
@@ -89,7 +91,7 @@ def measure(config: cfg.Config, start: str, *, budget: int, tries: int | None = 
         f"chosen: {spell(choice.units) or 'nothing'}": (choice.bytes, choice.gap),
     }
     rows = probe.compare(arms, gap_none=found.gap_none, gap_all=found.gap_all)
-    return Report(sensitivity=found, choice=choice, rows=rows, cost=cost)
+    return Report(sensitivity=found, choice=choice, rows=rows, cost=cost, undecoded=undecoded())
 
 
 def costs(model: cfg.Model, quant: cfg.Quant, spec: GuidanceSpec) -> dict[Unit, int]:
@@ -103,13 +105,19 @@ def costs(model: cfg.Model, quant: cfg.Quant, spec: GuidanceSpec) -> dict[Unit, 
     return found
 
 
-def _make_gap(built: stages.Stages, params: Any) -> Callable[[frozenset], float]:
-    """gap(units followed) -> mean |trainer - sampler| of sampled tokens, nats, on one rollout."""
+def _make_gap(
+    built: stages.Stages, params: Any
+) -> tuple[Callable[[frozenset], float], Callable[[], float]]:
+    """gap(units followed) -> mean |trainer - sampler| of sampled tokens, nats, on one rollout.
+
+    And a function for the share of rows that could not be decoded in any measurement so far.
+    """
     config = built.config
     prompts = built.prompts.train[: config.data.prompts_per_step]
     with RewardPool(config.data.reward) as pool:
         collected = stages.roll_out(built, built.sync(params, 0), prompts, pool, 0, 0)
     parts = list(batching.micro_batches(collected.batch, config.optim.micro_batch))
+    lost: list[Mean] = []
 
     def gap(kept: frozenset) -> float:
         follow = {
@@ -119,14 +127,19 @@ def _make_gap(built: stages.Stages, params: Any) -> Callable[[frozenset], float]
         }
         total = count = 0.0
         for part in parts:
-            logprobs_BS = jax.device_get(built.log_probs(params, part, follow)[0])
+            logprobs_BS, counts = jax.device_get(built.log_probs(params, part, follow))
+            for name in [name for name in counts if name.startswith("guide/undecoded/")]:
+                lost.append(counts[name])
             mask_BS = np.asarray(part.loss_mask_BS)
             difference = np.abs(logprobs_BS - np.asarray(part.sampler_logprobs_BS))
             total += float(difference[mask_BS].sum(dtype=np.float64))
             count += float(mask_BS.sum())
         return total / count
 
-    return gap
+    def undecoded() -> float:
+        return float(sum(m.total for m in lost) / max(sum(m.count for m in lost), 1))
+
+    return gap, undecoded
 
 
 def describe(report: Report, budget: int) -> str:
@@ -136,7 +149,9 @@ def describe(report: Report, budget: int) -> str:
     for (site, layer), benefit in found.benefit.items():
         lines.append(f"{site:<13} {layer:>3} {report.cost[site, layer]:>12}  {benefit:+.5f}")
     lines.append(f"nothing guided {found.gap_none:.5f}, everything guided {found.gap_all:.5f}")
-    lines += ["", probe.table(report.rows), "", f"within {budget} bytes a token:"]
+    lines += ["", probe.table(report.rows)]
+    lines += [f"rows whose scales could not be restored from their low bits: {report.undecoded}"]
+    lines += ["", f"within {budget} bytes a token:"]
     lines.append(f'    --set "{report.setting}"' if report.choice.units else "    nothing fits")
     return "\n".join(lines)
 
