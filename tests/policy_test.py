@@ -73,7 +73,7 @@ def test_a_rollout_without_guidance_is_refused_by_a_guided_trainer():
         {"layers": ((1,),) * 3},
         {"layers": ((0, 1, 2),) * 3},
         {"kind": "mantissa"},
-        {"sites": ("k", "v")},
+        {"sites": ("expert_hidden", "k", "v")},
         {"formats": ("mxfp4", "nvfp4", "nvfp4")},
     ],
 )

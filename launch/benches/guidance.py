@@ -119,6 +119,6 @@ def _record(seed: int) -> Guidance:
         global_scale=rng.random((*lead, 1), np.float32),
     )
     spec = GuidanceSpec(
-        kind="mantissa", layers=tuple(range(LAYERS)), sites=("expert_in",), formats=("nvfp4",)
+        kind="mantissa", layers=(tuple(range(LAYERS)),), sites=("expert_in",), formats=("nvfp4",)
     )
     return Guidance(sites={"expert_in": site}, spec=spec)

@@ -56,6 +56,13 @@ class GuidanceSpec:
     scale_bits: int = 8  # of the coding
     global_bits: int = 32  # of the coding
 
+    def __post_init__(self) -> None:
+        aligned = len(self.sites) == len(self.layers) == len(self.formats)
+        each = all(isinstance(ids, tuple) and list(ids) == sorted(set(ids)) for ids in self.layers)
+        got = (self.sites, self.layers, self.formats)
+        need = "for each site its ascending layer ids and its format"
+        require(aligned and each, "GuidanceSpec (sites, layers, formats)", got, need)
+
     def layers_of(self, site: str) -> tuple[int, ...]:
         """The layers that have a record of this site."""
         return self.layers[self.sites.index(site)]
