@@ -15,6 +15,10 @@ ARMS = {  # of the trainer; the first is what the others are held against
     "bf16": {"trainer": "bf16"},
     "trace codes": {"trainer": "trace"},
     "trace mantissa": {"trainer": "trace", "guide": "mantissa"},
+    "trace mantissa, 2 bits of scales": {
+        **{"trainer": "trace", "guide": "mantissa"},
+        **{"guide_scale_bits": 2, "guide_global_bits": 16},
+    },
     "trace mantissa, latter half": {
         "trainer": "trace",
         "guide": "mantissa",
