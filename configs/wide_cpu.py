@@ -5,8 +5,8 @@
         --set quant.guide_scale_bits=2 --set quant.guide_global_bits=16
 
 Cost:     1.5 minutes on 2 cores, then 1 for the probe.
-Expect:   the table of docs/guidance.md: the paper's compact mode costs 592 bytes a token, the choice
-          430 with a smaller gap.
+Expect:   the table of docs/guidance.md: the paper's compact mode costs 592 bytes a token, the
+          choice 430 with a smaller gap.
 """
 
 import dataclasses

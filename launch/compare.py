@@ -8,8 +8,8 @@ Modes: bf16 (no FP4 at all), naive (FP4 rollout, BF16 trainer), qat (both round 
 trace-full (4-bit codes, all layers), trace-mantissa (1 bit, all layers), trace-compact (1 bit,
 latter half: the paper's), trace-lean (the same with 2 bits a scale), trace-last-1 (1 bit, last
 layer), trace-hidden (trace-full, and the input of the second expert matmul too), configured (the
-quant section as it is, with --set). Prints the table and writes comparison.json and comparison.png to
-the workdir. The same command again continues where it was stopped.
+quant section as it is, with --set). Prints the table and writes comparison.json and comparison.png
+to the workdir. The same command again continues where it was stopped.
 """
 
 from absl import flags
