@@ -198,3 +198,19 @@ def test_too_few_prompts_are_refused_before_a_run_directory_exists(tmp_path):
     with pytest.raises(ValueError, match="need >= prompts_per_step=4"):
         loop.run(small(tmp_path, path=path), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_alarms_are_counted_in_every_step_and_each_kind_is_printed_once(capsys):
+    position, out = object.__new__(loop.Position), object.__new__(loop.Outputs)
+    position.rl_steps = 3
+    object.__setattr__(out, "alarms", set())
+    counted = []
+    for agreement in (0.99, 0.5, 0.4):
+        numbers = {"quant/nan_scales": 0.1, "guide/agreement": agreement}
+        loop._raise_alarms(position, out, numbers)
+        counted.append(numbers["run/alarms"])
+    assert counted == [1, 2, 2]
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 2
+    assert printed[0].startswith("alarm at step 3: quant/nan_scales: got 0.1, need 0. Fix: ")
+    assert printed[1].startswith("alarm at step 3: guide/agreement: got 0.5, need 0.9 or more")

@@ -96,6 +96,21 @@ def test_records_of_another_precision_move_every_code_inside_its_bracket(guide):
     assert stats["k"].agreement.value > 0.9
 
 
+def test_records_with_low_bits_of_scales_guide_in_the_same_way_with_fewer_bytes():
+    x = jnp.asarray(np.random.default_rng(0).standard_t(3, size=(8, 256)), jnp.bfloat16)
+    outputs, sizes = [], []
+    for bits in (8, 2):
+        q = tap(x.astype(jnp.float32), guide="mantissa", scale_bits=bits)
+        _, records = jax.jit(q.record)(q.params, x.astype(jnp.float32))
+        moved = x.astype(jnp.float32) * 1.01
+        out, stats = jax.jit(q.guided)(q.params, records, moved)
+        outputs.append(np.asarray(out))
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(records)))
+        assert stats["k"].undecoded.value == 0
+    np.testing.assert_array_equal(*outputs)
+    assert sizes == [8 * (32 + 16), 8 * (32 + 16 // 4 + 1)]
+
+
 def test_the_clipped_estimator_stops_the_gradient_where_the_record_saturates():
     x = jnp.tile(jnp.arange(1.0, 17.0), (2, 1))
     for ste, want in (("plain", np.ones(16)), ("clipped", np.arange(1, 17) <= 12)):

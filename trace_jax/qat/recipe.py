@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from trace_jax import formats
 from trace_jax.checks import require
 from trace_jax.formats import Format
-from trace_jax.guidance.record import KINDS
+from trace_jax.guidance.record import GLOBAL_BITS, KINDS, SCALE_BITS
 from trace_jax.qat.sites import STE
 
 _FORMAT_FIELDS = ("weights", "inputs", "outputs", "tensors")
@@ -41,6 +41,8 @@ class Rule:
     outputs: str | Format | None = None  # the value, if it is one floating array; likewise
     tensors: str | Format | None = None  # K and V of stock attention, and what `qat.site` names
     guide: str | None = "codes"  # what a rollout records: "codes" | "mantissa"; None: nothing
+    scale_bits: int = 8  # low bits that a record keeps of a scale byte: 8 (all), 4, 3 or 2
+    global_bits: int = 32  # of a row's global scale: 32, or 16 (exact for BF16 activations)
     ste: str = "plain"  # of inputs, outputs and tensors; "clipped": no gradient where saturated
     axis: int | tuple[int, ...] | None = None  # contracted axes of the weights, negative
     out: int | tuple[int, ...] | None = None  # the matrix's other axes; the rest enumerate matrices
@@ -65,6 +67,9 @@ class Rule:
         kinds = [*KINDS, None]
         require(self.guide in kinds, f"{where}: guide", self.guide, f"one of {kinds}")
         require(self.ste in STE, f"{where}: ste", self.ste, f"one of {list(STE)}")
+        for name, choices in (("scale_bits", SCALE_BITS), ("global_bits", GLOBAL_BITS)):
+            value = getattr(self, name)
+            require(value in choices, f"{where}: {name}", value, f"one of {list(choices)}")
         several = len(self.share_scale) != 1
         require(several, f"{where}: share_scale", self.share_scale, "two names or more")
         used = not self.bypass or self.inputs is not None

@@ -221,7 +221,13 @@ class _Book:
                     why, format = "** means modules that own matrices", None
                 self._note(rule, seen.what, why)
             if rule is not None and format is not None:
-                site = Site(format=format, kind=rule.guide or "codes", ste=rule.ste)
+                site = Site(
+                    format=format,
+                    kind=rule.guide or "codes",
+                    ste=rule.ste,
+                    scale_bits=rule.scale_bits,
+                    global_bits=rule.global_bits,
+                )
                 around = rule.bypass if seen.what == "input" else ()
                 plan = SitePlan(site=site, guided=rule.guide is not None, bypass=around)
             chosen.append(plan)
