@@ -52,6 +52,21 @@ REFUSED = {
         "config.quant.trainer: got trace with acts and kv off",
         "quant.trainer=qat",
     ),
+    "tiles of activations": (
+        {"quant": {"acts": "nvfp4:block_shape=16x16,global_rule=one"}},
+        "config.quant.acts: got nvfp4:block_shape=16x16",
+        "block_shape=1x16",
+    ),
+    "tiles of the KV cache": (
+        {"quant": {"kv": "nvfp4:block_shape=16x16"}},
+        "config.quant.kv: got nvfp4:block_shape=16x16",
+        "each token alone",
+    ),
+    "low bits of scales that are not magnitudes": (
+        {"quant": {"kv": "hif4", "guide_scale_bits": 3}},
+        "config.quant.guide_scale_bits: got 3 with kv=hif4",
+        "guide_scale_bits=8",
+    ),
     "short global scales of float32 activations": (
         {"model": {"compute_dtype": "float32"}, "quant": {"guide_global_bits": 16}},
         "config.quant.guide_global_bits: got 16 with compute_dtype float32",
@@ -194,6 +209,7 @@ ACCEPTED = {
     "widths that are no whole number of blocks": {
         "model": {"width": 100, "head_dim": 24, "expert_ffn": 17}
     },
+    "tiles of weights": {"quant": {"weights": "nvfp4:block_shape=16x16"}},
     "weights alone": {"quant": {"acts": None, "kv": None, "trainer": "qat"}},
     "any shape when nothing is quantised": {
         "model": {"width": 100, "head_dim": 10, "expert_ffn": 3},

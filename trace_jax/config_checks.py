@@ -140,6 +140,8 @@ def quant(section: Any) -> None:
         "something to quantise",
         "set weights, acts or kv, or quant.rollout=bf16 and quant.trainer=bf16",
     )
+    for name in ("acts", "kv"):
+        _check_tokens(section, f"config.quant.{name}", chosen[name])
     guiding = section.acts is not None or section.kv is not None
     require(
         guiding or section.trainer != "trace",
@@ -156,6 +158,23 @@ def quant(section: Any) -> None:
         "quant.guide_hidden=false, or quant.acts=nvfp4",
     )
     layer_choice.parse(section.guide_layers)
+
+
+def _check_tokens(section: Any, where: str, text: str | None) -> None:
+    """A format for tokens: each is quantised from itself alone, and its record can be packed."""
+    if text is None:
+        return
+    format = formats.get(text)
+    need = "a format that quantises each token alone: a tile also takes its neighbours"
+    require(format.per_row, where, text, need, "block_shape=1x16")
+    ordered = format.scale_bytes == 1
+    require(
+        ordered or section.guide_scale_bits == 8,
+        "config.quant.guide_scale_bits",
+        f"{section.guide_scale_bits} with {where.rpartition('.')[2]}={text}",
+        f"8: the {format.scale_bytes} scale bytes of {format.name} are not magnitudes in order",
+        "quant.guide_scale_bits=8",
+    )
 
 
 def data(section: Any) -> None:

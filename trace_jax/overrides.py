@@ -68,7 +68,7 @@ def load(path: str | pathlib.Path) -> Config:
     if not file.suffix and file.parent == pathlib.Path("."):
         file = CONFIGS / f"{file.name}.py"
     if not file.is_file():
-        folder = file.parent if file.parent.is_dir() else CONFIGS
+        folder = file.parent if any(file.parent.glob("*.py")) else CONFIGS
         choices = sorted(p.stem for p in folder.glob("*.py") if p.stem != "__init__")
         raise FileNotFoundError(
             message("--config", f"{path}, which is no file", f"one of {choices} in {folder}")

@@ -142,3 +142,22 @@ def test_four_over_six_errs_less_than_plain_nvfp4_and_a_tile_chooses_once():
     six = np.asarray(jax.jit(plain.dequantize_rows)(codes, scales, g))
     both = quantize(x, "mse", np.abs(x).max() / 1536)[2]
     assert np.mean((both - x) ** 2) < 0.9 * np.mean((six - x) ** 2)
+
+
+def test_sums_of_squares_are_compared_as_whole_numbers():
+    """Every pair of errors as Python integers, near the places where words carry over."""
+    rng = np.random.default_rng(0)
+    edges = [0, 1, 4095, 4096, 5119, 5120, 2**23 - 1, 2**23, 2**24 - 1]
+    errors = [np.array([a, b]) for a in edges for b in edges]
+    errors += [rng.integers(0, 2**24, 2) for _ in range(100)]
+    errors = np.array(errors, np.int64)
+    high, low = errors >> 12, errors & 0xFFF
+    products = (high * high, high * low, low * low)
+    parts = [jnp.asarray(p.sum(-1).astype(np.uint32)) for p in products]
+    exact = [int((e.astype(object) ** 2).sum()) for e in errors]
+    count = len(exact)
+    rows = [jnp.repeat(p, count) for p in parts]
+    columns = [jnp.tile(p, count) for p in parts]
+    got = jax.jit(nvfp4_adaptive.less)(tuple(rows), tuple(columns))
+    want = [a < b for a in exact for b in exact]
+    np.testing.assert_array_equal(got, want)

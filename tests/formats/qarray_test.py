@@ -161,7 +161,7 @@ def test_the_source_dtype_does_not_matter_if_the_numbers_are_the_same():
 def test_a_qarray_is_a_pytree_that_passes_through_jit():
     x = jnp.asarray(data(4, 32))
     q = quantize(x, "nvfp4", 1)
-    assert (q.format, q.axis, q.scales.dtype) == (nvfp4.NVFP4(), 1, jnp.float8_e4m3fn)
+    assert (q.format, q.axis, q.scales.dtype) == (nvfp4.NVFP4(), -1, jnp.float8_e4m3fn)
     assert [leaf.shape for leaf in jax.tree.leaves(q)] == [(4, 32), (4, 2), (1, 1)]
     np.testing.assert_array_equal(dequantize(q), q.dequantize())
 
@@ -188,3 +188,23 @@ def test_the_examples_of_the_documentation_run():
 def test_errors_say_what_they_got_and_what_they_need(options, match):
     with pytest.raises(ValueError, match=match):
         formats.quantize(jnp.zeros((24, 32)), **({"format": "nvfp4"} | options))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "4over6", "mxfp4", "mxfp8", "hif4"])
+def test_a_batch_of_qarrays_made_under_vmap_decodes_like_each_of_them(name):
+    x = jax.random.normal(jax.random.key(0), (3, 4, 40))
+    many = jax.jit(jax.vmap(lambda x: formats.quantize(x, name)))(x)
+    values = jax.jit(lambda q: q.dequantize())(many)
+    for i in range(3):
+        one = jax.jit(lambda x: formats.quantize(x, name))(x[i])
+        np.testing.assert_array_equal(values[i], one.dequantize())
+        sliced = jax.tree.map(lambda a, i=i: a[i], many)
+        np.testing.assert_array_equal(sliced.dequantize(), one.dequantize())
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "4over6", "mxfp4", "mxfp8", "hif4"])
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0), (0,)])
+def test_an_empty_array_is_quantised_to_an_empty_one(name, shape):
+    q = formats.quantize(jnp.zeros(shape), name)
+    assert q.codes.shape == q.dequantize().shape == shape
+    assert q.scales.size == 0

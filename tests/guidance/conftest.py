@@ -30,7 +30,7 @@ def record(seed, S, spec=SPEC):
     )
     expert = SiteRecord(
         bits=rng.integers(1, 256, (*lead, 16), np.uint8),
-        scales=rng.integers(1, 256, (*lead, 3), np.uint8),
+        scales=rng.integers(1, 256, (*lead, 2), np.uint8),
         global_scale=rng.integers(1, 2**16, (*lead, 1), np.uint16),
     )
     return Guidance(sites={"k": k, "expert_in": expert}, spec=spec)

@@ -123,7 +123,13 @@ def test_a_missing_layer_site_or_token_is_an_error_for_the_ticket_and_the_next_p
     fewer = jax.tree.map(lambda a: a[:1], t.guidance)
     shorter = jax.tree.map(lambda a: a[:, :-1], t.guidance)
     no_k = Guidance(sites={"expert_in": t.guidance.sites["expert_in"]}, spec=kit.SPEC)
+    other = dataclasses.replace(t.guidance, spec=dataclasses.replace(kit.SPEC, scale_bits=3))
+    expert = t.guidance.sites["expert_in"]
+    narrow = dataclasses.replace(expert, scales=expert.scales[..., :1])
+    cut = dataclasses.replace(t.guidance, sites={**t.guidance.sites, "expert_in": narrow})
     for guidance, match in (
+        (other, r"record q0: scale_bits: got 3, need 8"),
+        (cut, r"expert_in.scales: got \(2, 5, 1\), need \(2, 5, 2\), as nvfp4 has it"),
         (fewer, r"record q0: expert_in.bits: got \(layers, tokens\) \(1, 5\), need \(2, 5\)"),
         (shorter, r"got \(layers, tokens\) \(2, 4\), need \(2, 5\)"),
         (no_k, r"got \['expert_in'\], need \['k', 'expert_in'\]"),

@@ -382,3 +382,17 @@ def test_the_clipped_gradient_is_zero_exactly_where_the_value_saturates():
 def test_an_unknown_straight_through_names_the_choices():
     with pytest.raises(ValueError, match="qat: ste: got hard, need one of"):
         site_of("one", "codes", "hard")
+
+
+def test_a_value_exactly_at_the_largest_magnitude_is_not_clipped():
+    x = np.full((1, 16), 6 * E4M3[40], np.float32)
+    x[0, 1] = np.nextafter(x[0, 1], np.float32(np.inf))
+    kept = record(np.full((1, 16), 7), np.full((1, 1), 40, np.uint8), "codes")
+    gradient = jax.grad(
+        lambda x: jnp.sum(
+            quantize_site(
+                x, kept, everywhere(x), rule="one", kind="codes", guided=True, ste="clipped"
+            )[0]
+        )
+    )
+    np.testing.assert_array_equal(gradient(jnp.asarray(x)), [[1, 0] + [1] * 14])

@@ -66,6 +66,11 @@ class Format(abc.ABC):
     scale_dtype: ClassVar[Any]  # the one-byte dtype in which users see the scale bytes
 
     @property
+    def per_row(self) -> bool:
+        """Whether a row is quantised from itself alone, as a token must be; not so in 2-D tiles."""
+        return True
+
+    @property
     def has_global(self) -> bool:
         """Whether these options give a tensor or row a global scale."""
         return self.global_scale(jnp.ones(())) is not None
@@ -151,7 +156,7 @@ def largest(
     ordered as integers, NaN above Inf above all, and that maximum is the same on every backend.
     """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
-    top = jnp.max(bits, axis=axis, keepdims=keepdims)
+    top = jnp.max(bits, axis=axis, keepdims=keepdims, initial=0)  # of nothing: 0
     return jax.lax.bitcast_convert_type(top, jnp.float32)
 
 

@@ -102,7 +102,7 @@ class HiF4(Format):
         """S 2^d of each 4 values."""
         top, doublings = _unpack(scales)
         step = super_value(top)[..., None] * _power_of_two(doublings)
-        return step.reshape(*scales.shape[:-1], -1)
+        return step.reshape(*scales.shape[:-1], scales.shape[-1] * 4)
 
     def round_rows(
         self,
@@ -113,7 +113,7 @@ class HiF4(Format):
         """The codes by the rounded reciprocal; see the module's text."""
         top, doublings = _unpack(scales)
         inverse = reciprocal(top)[..., None] * _power_of_two(-doublings)
-        scaled = x * self.spread(inverse.reshape(*scales.shape[:-1], -1))
+        scaled = x * self.spread(inverse.reshape(*scales.shape[:-1], scales.shape[-1] * 4))
         return s1p2.round_nearest(scaled, jnp.ones_like(scaled))
 
 

@@ -140,6 +140,11 @@ class NVFP4(Format):
             got = f"{self.global_rule}, {self.scale_rule}"
             require(ours and self.scale_rule == "max", where, got, need)
 
+    @property
+    def per_row(self) -> bool:
+        """Not where tiles span rows."""
+        return self.block_shape == "1x16"
+
     def global_scale(self, amax: Float[Array, "*A"]) -> Float[Array, "*A"] | None:
         """As the global rule says; None under "one". Encodes (~2688/amax) under te and vllm."""
         if self.global_rule == "one":

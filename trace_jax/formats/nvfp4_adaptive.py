@@ -33,13 +33,13 @@ def block_error(
     Args:    x, values: float32 numbers and what they were rounded to. amax: the largest magnitude
              that sets the grid, of each block. rule: one of RULES.
     """
-    shape = (*amax.shape, x.shape[-1] // amax.shape[-1])
+    shape = (*amax.shape, x.shape[-1] // max(amax.shape[-1], 1))
     field = (jax.lax.bitcast_convert_type(amax, jnp.int32) >> 23)[..., None]
     given = _on_grid(jnp.abs(x).reshape(shape), field)
     got = _on_grid(jnp.abs(values).reshape(shape), field)
     error = jnp.minimum(jnp.abs(got - given), 2**24 - 1).astype(jnp.uint32)
     if rule == "abs_max":
-        return (jnp.max(error, axis=-1),)
+        return (jnp.max(error, axis=-1, initial=0),)
     if rule == "mae":
         return (jnp.sum(error, axis=-1, dtype=jnp.uint32),)
     high, low = error >> 12, error & 0xFFF

@@ -35,6 +35,7 @@ class QArray:
     scales: Array
     global_scale: Float[Array, "*G"] | None
     format: Format = dataclasses.field(metadata={"static": True})
+    # counted from the end, so that vmap and scan may add and take axes in front
     axis: int = dataclasses.field(metadata={"static": True})
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Array:
@@ -121,7 +122,7 @@ def _quantize(x: Array, chosen: Format, axis: int, global_: Array | None) -> QAr
         scales=jnp.moveaxis(scales, -1, axis),
         global_scale=global_,
         format=chosen,
-        axis=axis,
+        axis=axis - x.ndim,
     )
 
 

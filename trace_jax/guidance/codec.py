@@ -93,6 +93,8 @@ def decode(
         _, own = format.quantize_rows(x, global_)
         scales, failed = scale_code.decode(scales, own, kept, _nan_byte(format))
     steps = format.steps(scales, global_)
+    if global_ is not None:  # what two bytes could not hold is NaN, and was not decoded
+        failed = failed | jnp.isnan(global_[..., 0])
     return Outcome(values=values, scales=scales, global_scale=global_, steps=steps, failed=failed)
 
 
@@ -146,6 +148,19 @@ def site_bytes(
     scales = scales if kept == 8 else scale_code.coded_bytes(scales, kept)
     global_ = 4 if coding.global_bits == 32 else 1 if _is_power_of_two(format) else 2
     return rows * (bits + scales + global_ * format.has_global)
+
+
+def scales_width(bits_width: int, *, format: Format, coding: Coding) -> int:
+    """Bytes along the last axis of a record's `scales`, from those of its `bits`.
+
+    Raises: ValueError if these are no whole number of blocks.
+    """
+    length = bits_width * (8 if coding.kind == "mantissa" else 8 // format.element.BITS)
+    need = f"whole blocks of {format.block} values of {format.name}"
+    require(length % format.block == 0, "guidance record: width of bits", bits_width, need)
+    scales = length // format.block * format.scale_bytes
+    kept = scale_bits(length, format=format, coding=coding)
+    return scales if kept == 8 else scale_code.coded_bytes(scales, kept)
 
 
 def _nan_byte(format: Format) -> int:

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from trace_jax import formats
 from trace_jax.checks import message, require
-from trace_jax.guidance.record import Guidance, SiteRecord, Ticket
+from trace_jax.guidance import codec
+from trace_jax.guidance.record import Guidance, GuidanceSpec, SiteRecord, Ticket
 
 MAGIC = b"TRACEG01"
 _PREFIX = struct.Struct("<8sIIQI4x")  # magic, header length, its crc, payload length, its crc
@@ -32,7 +34,7 @@ class GuidanceError(RuntimeError):
 
 def facts(ticket: Ticket, run: str) -> dict[str, Any]:
     """What the header of the ticket's record must say, as plain JSON values."""
-    plain = json.loads(json.dumps(dataclasses.asdict(ticket.spec)))
+    plain = _plain(ticket.spec)
     kept = ("serial", "name", "version", "tokens", "prompt_length", "tokens_crc")
     return {"run": run} | {name: getattr(ticket, name) for name in kept} | plain
 
@@ -48,6 +50,11 @@ def pack(guidance: Guidance, expected: dict[str, Any]) -> np.ndarray:
     require(
         sites == sorted(expected["sites"]), where, sites, expected["sites"], None, GuidanceError
     )
+    for name, made in _plain(guidance.spec).items():
+        need = expected[name]
+        require(made == need, f"{where}: {name}", made, need, None, GuidanceError)
+    for site, text in zip(guidance.spec.sites, guidance.spec.formats, strict=True):
+        _check_widths(f"{where}: {site}", guidance.sites[site], text, guidance.spec)
     leaves, offset = [], 0
     for site in sites:
         layers = expected["layers"][expected["sites"].index(site)]
@@ -78,6 +85,23 @@ def pack(guidance: Guidance, expected: dict[str, Any]) -> np.ndarray:
     blob[_PREFIX.size : _PREFIX.size + len(header)] = np.frombuffer(header, np.uint8)
     blob.flags.writeable = False
     return blob
+
+
+def _plain(spec: GuidanceSpec) -> dict[str, Any]:
+    """The spec as plain JSON values."""
+    return json.loads(json.dumps(dataclasses.asdict(spec)))
+
+
+def _check_widths(where: str, record: SiteRecord, text: str, spec: GuidanceSpec) -> None:
+    """The arrays of a site belong together under its format and coding."""
+    bits = np.shape(record.bits)
+    width = codec.scales_width(bits[-1], format=formats.get(text), coding=spec.coding)
+    need = (*bits[:-1], width)
+    got = np.shape(record.scales)
+    require(got == need, f"{where}.scales", got, f"{need}, as {text} has it", None, GuidanceError)
+    if record.global_scale is not None:
+        got, need = np.shape(record.global_scale), (*bits[:-1], 1)
+        require(got == need, f"{where}.global_scale", got, need, None, GuidanceError)
 
 
 def unpack(blob: np.ndarray, ticket: Ticket, run: str, place: str) -> Guidance:
