@@ -181,6 +181,32 @@ def test_a_scan_that_hides_the_records_is_an_error_that_says_what_to_add():
         qat.linen(model, rules, init(model), X)
 
 
+class Stateful(nn.Module):
+    """Its forward writes a cache and running statistics."""
+
+    @nn.compact
+    def __call__(self, x):
+        count = self.variable("cache", "count", lambda: jnp.zeros(()))
+        count.value += 1
+        self.sow("intermediates", "x", x)
+        x = nn.BatchNorm(use_running_average=False, name="norm")(x) + count.value
+        return nn.Dense(8, name="up")(x)
+
+
+def test_what_a_forward_writes_into_other_collections_is_dropped():
+    model, x = Stateful(), X[0]
+    variables = model.init(jax.random.key(0), x)
+    recipe = qat.Recipe(rules=qat.Rule("up", weights="nvfp4", inputs="nvfp4"))
+    q = qat.linen(model, recipe, variables, x)
+    out, records = jax.jit(q.record)(q.params, x)
+    guided, stats = jax.jit(q.guided)(q.params, records, x)
+    q.audit.check(stats)
+    same(guided, out)
+    same(jax.jit(q.apply)(q.params, x), out)
+    plain, _ = model.apply(variables, x, mutable=["cache", "batch_stats"])
+    assert 0 < np.abs(out - plain).max() < 1 and variables["cache"]["count"] == 1
+
+
 class Moe(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -5,6 +5,8 @@ import pytest
 from trace_jax.qat import Recipe, Rule, Seen, Weight, resolve
 from trace_jax.qat.recipe import matches
 
+TILES = "nvfp4:block_shape=16x16"
+
 
 @pytest.mark.parametrize(
     ("pattern", "path", "yes"),
@@ -108,12 +110,87 @@ def seen(path, what="input", **options):
     return {path: Seen(module=module, what=what, shape=(2, 32), **options)}
 
 
-def test_two_stars_mean_modules_that_own_matrices():
-    found = seen("a/input") | seen("a/norm/input", listed=False)
-    plan = resolve(Recipe(rules=(Rule("a/**", inputs="nvfp4"),)), dense("a/w"), found)
-    assert plan.audit.sites == ("a/input",)
-    exact = Recipe(rules=(Rule("a/norm", inputs="nvfp4"),))
-    assert resolve(exact, dense("a/w"), found).audit.sites == ("a/norm/input",)
+@pytest.mark.parametrize(
+    ("pattern", "options", "sites"),
+    [
+        ("a/**", {"inputs": "nvfp4"}, ("a/input", "a/up/input")),
+        ("a/*", {"inputs": "nvfp4"}, ("a/up/input",)),  # H2: not a's own input
+        ("a/{*,b}", {"inputs": "nvfp4"}, ("a/up/input",)),
+        ("**", {"outputs": "nvfp4"}, ("a/up/output",)),
+        ("a/norm", {"inputs": "nvfp4"}, ("a/norm/input",)),
+        ("**/n*m", {"inputs": "nvfp4"}, ("a/norm/input",)),
+        ("a/k", {"tensors": "nvfp4"}, ("a/k",)),  # a named tensor has a path of its own
+        ("a/*", {"tensors": "nvfp4"}, ("a/k",)),
+    ],
+)
+def test_inputs_and_outputs_go_by_their_module_and_stars_mean_owners_of_matrices(
+    pattern, options, sites
+):
+    found = seen("a/input") | seen("a/up/input") | seen("a/k", "tensor")
+    found |= seen("a/norm/input", listed=False, matrices=False)
+    found |= seen("a/norm/output", "output", listed=False, matrices=False)
+    found |= seen("a/up/output", "output", listed=False)
+    known = dense("a/w") | dense("a/up/w")
+    plan = resolve(Recipe(rules=(Rule(pattern, **options),)), known, found)
+    assert plan.audit.sites == sites
+
+
+def test_an_input_cannot_be_named_apart_from_its_module():
+    known, found = dense("a/w"), seen("a/input")
+    rule = Rule("a", inputs="nvfp4")
+    with pytest.raises(ValueError, match="Rule 'a/input': inputs: got no match"):
+        resolve(Recipe(rules=(rule, Rule("a/input", inputs="nvfp4"))), known, found)
+    with pytest.raises(ValueError, match="exclude 'a/input': got no match"):
+        resolve(Recipe(rules=(rule,), exclude=("a/input",)), known, found)
+    root = Recipe(rules=(Rule("**", inputs="nvfp4"),))
+    at_root = {"input": Seen(module="", what="input", shape=(2, 32))}
+    assert resolve(root, dense("w"), at_root).audit.sites == ("input",)
+
+
+def test_a_module_that_never_ran_has_a_row_that_says_so():
+    paths = [f"l/{i}/{name}/w" for i in range(2) for name in ("a", "b")]
+    found = seen("l/0/a/input") | seen("l/1/a/input")
+    rule = Rule("l/*/{a,b}", weights="nvfp4", inputs="nvfp4", axis=-1)
+    known = weights(*paths) | weights("l/0/vec/b", shape=(32,))
+    rows = resolve(Recipe(rules=(rule,), layers="l/*", keep_first=1), known, found).rows
+    never = {row.path: (row.format, row.why[:12]) for row in rows if row.shape is None}
+    assert never == {"l/1/b/input": (None, "never called")}
+    with pytest.raises(ValueError, match=r"'l/0/b': inputs: got no match \(never called with"):
+        resolve(Recipe(rules=(Rule("l/0/b", inputs="nvfp4"), rule)), known, found)
+
+
+@pytest.mark.parametrize(
+    ("rules", "exclude", "text"),
+    [
+        (("a/w",), (), ""),  # the name it goes by
+        (("{a,b}/w",), (), ""),
+        (("c/w",), ("b",), ""),  # neither
+        (("b/w",), (), "b/w: got a rule that does not hold for a/w, need one decision. Fix: rules"),
+        (("**",), ("a",), "b/w: got a rule that does not hold for a/w"),
+        (("**",), ("b",), "b/w: got excluded by 'b', and a/w quantised, need one decision"),
+        (("**",), ("a", "b"), ""),
+    ],
+)
+def test_a_parameter_in_two_places_gets_one_decision(rules, exclude, text):
+    known = weights("a/w", "c/w")
+    known["b/w"] = Weight(shape=(32, 32), owner="b", same_as="a/w")
+    recipe = Recipe(rules=tuple(rule(pattern) for pattern in rules), exclude=exclude)
+    if text:
+        with pytest.raises(ValueError, match=text):
+            resolve(recipe, known)
+        return
+    plan = resolve(recipe, known)
+    assert "b/w" not in plan.weights
+    row = next(row for row in plan.rows if row.path == "b/w")
+    assert (row.format, row.why) == (None, "same as a/w")
+
+
+def test_one_thing_or_a_list_stands_for_a_tuple():
+    one = Recipe(rules=(Rule("a", inputs="nvfp4", bypass=("r",)),), exclude=("head",))
+    assert Recipe(rules=Rule("a", inputs="nvfp4", bypass="r"), exclude="head") == one
+    assert Recipe(rules=[Rule("a", inputs="nvfp4", bypass=["r"])], exclude=["head"]) == one
+    Rule("a", weights=TILES)  # tiles are for weights
+    Rule("a", weights="hif4", scale_bits=4)  # of which nothing is recorded
 
 
 @pytest.mark.parametrize(
@@ -124,7 +201,7 @@ def test_two_stars_mean_modules_that_own_matrices():
             r"Rule 'b': weights: got no match, need something to.*misses: ab, emb",
         ),
         ({"rules": (rule("**"), rule("ab/w"))}, "Rule 'ab/w': weights: got no match"),
-        ({"rules": (rule("**", inputs="nvfp4"),)}, r"inputs: got no match, need something to"),
+        ({"rules": (rule("**", inputs="nvfp4"),)}, r"inputs: got no match \(never called"),
         ({"exclude": ("routr",)}, "exclude 'routr': got no match.*near misses: ab/router"),
         ({"layers": "layer/*"}, "layers: got 'layer/\\*', need a pattern of some path"),
         ({"layers": "l/*", "keep_first": 1, "keep_last": 1}, "1 and 1 of 2 layers, need at least"),
@@ -159,6 +236,15 @@ def test_what_does_not_fit_the_model_is_an_error(options, text):
         (lambda: Rule("a", inputs="nvfp4", ste="soft"), "ste: got soft, need one of"),
         (lambda: Rule("a", weights="nvfp4", bypass=("r",)), "need a format for inputs"),
         (lambda: Rule("a", weights="nvfp4", share_scale=("g",)), "need two names or more"),
+        (lambda: Rule("a", weights="nvfp4", share_scale="gate"), "need two names or more"),
+        (lambda: Rule("a", weights="nvfp4", share_scale=(1, 2)), "need a tuple of str"),
+        (lambda: Rule("mlp//x", weights="nvfp4"), "need segments between single slashes"),
+        (lambda: Rule("a", inputs=TILES), "inputs: got nvfp4:b.*need blocks in one row: a tile"),
+        (lambda: Rule("a", outputs=TILES), "outputs: got .* need blocks in one row"),
+        (lambda: Rule("a", tensors=TILES), "tensors: got .* need blocks in one row"),
+        (lambda: Rule("a", inputs="hif4", scale_bits=4), "hif4.*need"),
+        (lambda: Recipe(rules="mlp"), "rules: got 'mlp', need a tuple of Rule"),
+        (lambda: Recipe(rules=rule("a"), exclude="a//b"), "need segments between single slashes"),
         (lambda: Recipe(rules=()), "need at least one qat.Rule"),
         (lambda: Recipe(rules=(rule("a"),), keep_last=1), 'need a pattern. Fix: layers="layers'),
         (lambda: Recipe(rules=(rule("a"),), layers="layers"), "need a pattern with one `\\*`"),

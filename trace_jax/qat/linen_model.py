@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import traverse_util
+from flax.core.scope import DenyList
 from jaxtyping import Array
 
 from trace_jax.checks import require
@@ -24,11 +25,16 @@ from trace_jax.qat.resolve import SitePlan, Weight, join, resolve, seen_sites
 
 COLLECTION = "qat"
 _METHODS = ("__call__", "attend")
+_STATE = DenyList(deny="params")  # what a forward may write; all but `qat` is dropped
 
 
 @dataclasses.dataclass(frozen=True)
 class _Store:
     module: nn.Module
+
+    @property
+    def path(self) -> str:
+        return "/".join(self.module.path)
 
     def has(self, name: str) -> bool:
         return self.module.has_variable(COLLECTION, name)
@@ -37,7 +43,7 @@ class _Store:
         return self.module.get_variable(COLLECTION, name)
 
     def put(self, name: str, value: Any) -> None:
-        where = f"qat.linen: {'/'.join(self.module.path)}"
+        where = f"qat.linen: {self.path}"
         fix = f'variable_axes={{..., "{COLLECTION}": 0}} where the model calls nn.scan or nn.vmap'
         free = self.module.is_mutable_collection(COLLECTION)
         require(free, where, "a lifted transform that hides the site", "the collection", fix)
@@ -49,7 +55,8 @@ def quantized(
 ) -> runtime.Quantized:
     """The module under the recipe. Public as `qat.linen`.
 
-    Args:    variables: as `init` gives them, with "params"; other collections stay constant.
+    Args:    variables: as `init` gives them, with "params"; what the forward writes into other
+             collections is dropped.
              args, kwargs: example inputs of `apply`, for one abstract run that finds the sites;
              their values do not matter.
     Returns: pure functions of the parameters, `variables["params"]`, and the audit.
@@ -64,9 +71,7 @@ def quantized(
         token = runtime.linen_hook.set(tap.tensor)
         try:
             with nn.intercept_methods(tap):
-                if mode == "plain":
-                    return module.apply(given, *args, **kwargs), {}
-                out, changed = module.apply(given, *args, **kwargs, mutable=[COLLECTION])
+                out, changed = module.apply(given, *args, **kwargs, mutable=_STATE)
         finally:
             runtime.linen_hook.reset(token)
         return out, _produced(changed)

@@ -42,6 +42,10 @@ class Hook:
 class _Store:
     module: nnx.Module
 
+    @property
+    def path(self) -> str:
+        return getattr(self.module, runtime.HOOK).path
+
     def has(self, name: str) -> bool:
         return f"qat_{name}" in vars(self.module)
 
@@ -63,7 +67,7 @@ def quantized(model: nnx.Module, recipe: Recipe, *args: Any, **kwargs: Any) -> r
     params = nnx.state(model, nnx.Param)
     copy = nnx.clone(model)
     modules = dict(_modules(copy))
-    weights = _weights(modules)
+    weights = _weights(modules, params)
     probe = _Hooked.build(copy, {p: Hook(p, "probe") for p in modules}, {})
     _, seen = jax.eval_shape(lambda: probe(params, {}, args, kwargs))
     sites = seen_sites(seen, weights, recipe)
@@ -85,14 +89,21 @@ def _modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
             yield "/".join(map(str, path)), node
 
 
-def _weights(modules: dict[str, nnx.Module]) -> dict[str, Weight]:
-    found = {}
+def _weights(modules: dict[str, nnx.Module], params: Any) -> dict[str, Weight]:
+    """Of every parameter, a tied one at each of its places: `params` has it only at the first."""
+    found, places = {}, {}
+    kept = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(params)}
     for owner, module in modules.items():
         for name, value in vars(module).items():
             if isinstance(value, nnx.Param):
-                found.setdefault(
-                    join(owner, name), layouts.weight(module, name, value.get_value(), owner)
-                )
+                path = join(owner, name)
+                found[path] = layouts.weight(module, name, value.get_value(), owner)
+                places.setdefault(id(value), []).append(path)
+    for paths in places.values():
+        first = next((path for path in paths if path in kept), paths[0])
+        for path in paths:
+            if path != first:
+                found[path] = dataclasses.replace(found[path], same_as=first)
     return found
 
 

@@ -2,7 +2,8 @@
 
 A path is the way to a module or parameter, joined by "/": `layers/3/mlp/up_proj/kernel`. Patterns
 match whole paths: `*` is any part of one segment, `**` any number of whole segments (none too),
-`{a,b}` either. So `mlp/gate` never matches `mlp/gate_up_proj`.
+`{a,b}` either. So `mlp/gate` never matches `mlp/gate_up_proj`. The input and output of a module go
+by the path of the module and have none of their own.
 
     Recipe(
         rules=(Rule("layers/*/mlp/*_proj", weights="nvfp4", inputs="nvfp4"),),
@@ -15,14 +16,24 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from trace_jax import formats
 from trace_jax.checks import require
 from trace_jax.formats import Format
-from trace_jax.guidance.record import GLOBAL_BITS, KINDS, SCALE_BITS
+from trace_jax.guidance import codec
+from trace_jax.guidance.record import GLOBAL_BITS, KINDS, SCALE_BITS, Coding
 from trace_jax.qat.sites import STE
 
+NO_RULE = "no rule"
 _FORMAT_FIELDS = ("weights", "inputs", "outputs", "tensors")
+
+# one alone and lists are taken too, and become tuples
+if TYPE_CHECKING:
+    Names = tuple[str, ...]
+    Rules = tuple["Rule", ...]
+else:
+    Names = Rules = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +57,8 @@ class Rule:
     ste: str = "plain"  # of inputs, outputs and tensors; "clipped": no gradient where saturated
     axis: int | tuple[int, ...] | None = None  # contracted axes of the weights, negative
     out: int | tuple[int, ...] | None = None  # the matrix's other axes; the rest enumerate matrices
-    share_scale: tuple[str, ...] = ()  # sibling weights with one global scale, such as gate and up
-    bypass: tuple[str, ...] = ()  # submodules that still get the input as it was (a router)
+    share_scale: Names = ()  # sibling weights with one global scale, such as gate and up
+    bypass: Names = ()  # submodules that still get the input as it was (a router)
 
     def __post_init__(self) -> None:
         where = f"qat.Rule {self.pattern!r}"
@@ -60,7 +71,10 @@ class Rule:
             ok = given is None or (bool(given) and all(a < 0 for a in given))
             require(ok, f"{where}: {name}", given, "negative axes: layers may be stacked in front")
             object.__setattr__(self, name, given)
+        for name in ("share_scale", "bypass"):
+            object.__setattr__(self, name, _several(getattr(self, name), str, f"{where}: {name}"))
         require(bool(self.pattern), "qat.Rule: pattern", repr(self.pattern), "a path pattern")
+        _regex(self.pattern)
         some = any(getattr(self, name) is not None for name in _FORMAT_FIELDS)
         fix = "name what shall not be quantised in Recipe.exclude"
         require(some, where, "no format", f"one of {list(_FORMAT_FIELDS)}", fix)
@@ -74,6 +88,19 @@ class Rule:
         require(several, f"{where}: share_scale", self.share_scale, "two names or more")
         used = not self.bypass or self.inputs is not None
         require(used, f"{where}: bypass", self.bypass, "a format for inputs: nothing to bypass")
+        self._check_sites(where)
+
+    def _check_sites(self, where: str) -> None:
+        """The formats of inputs, outputs and tensors fit what a site does with them."""
+        for name in _FORMAT_FIELDS[1:]:
+            format = getattr(self, name)
+            if format is None:
+                continue
+            need = "blocks in one row: a tile takes neighbouring tokens, the future included"
+            fix = "block_shape=1x16; tiles are for weights"
+            require(format.per_row, f"{where}: {name}", formats.spell(format), need, fix)
+            if self.guide is not None and self.scale_bits < 8:
+                codec.scale_bits(64, format=format, coding=Coding(scale_bits=self.scale_bits))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,14 +112,19 @@ class Recipe:
     same way, so one recipe serves both.
     """
 
-    rules: tuple[Rule, ...]
-    exclude: tuple[str, ...] = ()  # whole subtrees
+    rules: Rules
+    exclude: Names = ()  # whole subtrees
     layers: str | None = None  # where layers are: a pattern with one `*` for the number
     scanned: bool = False  # layers are stacked along the leading axis; real paths lack the number
     keep_first: int = 0  # layers left as they are
     keep_last: int = 0
 
     def __post_init__(self) -> None:
+        for name, kind in (("rules", Rule), ("exclude", str)):
+            given = _several(getattr(self, name), kind, f"qat.Recipe: {name}")
+            object.__setattr__(self, name, given)
+        for pattern in self.exclude:
+            _regex(pattern)
         require(bool(self.rules), "qat.Recipe: rules", self.rules, "at least one qat.Rule")
         kept = self.keep_first >= 0 and self.keep_last >= 0
         got = (self.keep_first, self.keep_last)
@@ -109,7 +141,8 @@ class Recipe:
     def find(self, *paths: str) -> tuple[Rule | None, str]:
         """The rule for a thing that goes by these paths, or None and why not.
 
-        Args:   paths: its own path and, for a parameter or site, its module's; of single layers.
+        Args:   paths: of single layers: of a parameter or named tensor its own and its module's, of
+                an input or output only its module's.
         """
         for pattern in self.exclude:
             if any(matches(pattern, lead) for path in paths for lead in _leads(path)):
@@ -117,7 +150,7 @@ class Recipe:
         for rule in self.rules:
             if any(matches(rule.pattern, path) for path in paths):
                 return rule, ""
-        return None, "no rule"
+        return None, NO_RULE
 
     def in_stack(self, path: str) -> bool:
         """Whether this real path lies in stacked layers."""
@@ -148,7 +181,20 @@ class Recipe:
 
 def matches(pattern: str, path: str) -> bool:
     """Whether the whole path matches; see the module's text."""
-    return _regex(pattern).fullmatch(f"/{path}") is not None
+    return _regex(pattern).fullmatch(f"/{path}" if path else "") is not None
+
+
+def says_which(pattern: str) -> bool:
+    """Whether the last segment narrows down which module is meant: not `*` or `**`."""
+    return re.fullmatch(_segment(pattern.rpartition("/")[2]), "\0") is None
+
+
+def _several(given: Any, kind: type, where: str) -> tuple:
+    """One or several things of a kind as a tuple."""
+    found = (given,) if isinstance(given, kind) else given
+    ok = isinstance(found, tuple | list) and all(isinstance(one, kind) for one in found)
+    require(ok, where, repr(given), f"a tuple of {kind.__name__}")
+    return tuple(found)
 
 
 @functools.cache

@@ -14,10 +14,11 @@ from trace_jax import formats
 from trace_jax.checks import require
 from trace_jax.formats import Format
 from trace_jax.qat.audit import WEIGHT, Audit, Row
-from trace_jax.qat.recipe import Recipe, Rule, matches
+from trace_jax.qat.recipe import NO_RULE, Recipe, Rule, matches, says_which
 from trace_jax.qat.sites import Site
 
 FIELD = {WEIGHT: "weights", "input": "inputs", "output": "outputs", "tensor": "tensors"}
+_NEVER_CALLED = "never called with a float array; its matrices are used from outside"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class Weight:
     rank: int | None = None  # the layout is certain only if one layer's weight has this rank
     never: str = ""  # why it is no matrix
     only_by_axis: str = ""  # why it is left alone unless a rule names its axis (an embedding)
+    same_as: str = ""  # path by which the model has this very parameter, if that is another
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,8 @@ class Seen:
     module: str  # path
     what: str  # "input" | "output" | "tensor"
     shape: tuple[int, ...]
-    listed: bool = True  # False: of a module without matrices; no row, and ** does not mean it
+    listed: bool = True  # False: no row unless it is quantised
+    matrices: bool = True  # False: of a module without matrices; `*` and `**` do not mean it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +102,9 @@ def resolve(
         book.weight(path, weight)
     for path, seen in book.sites.items():
         book.site(path, seen)
+    if sites is not None:
+        book.uncalled()
+    book.check_aliases()
     book.check_used(unknown_sites=sites is None)
     groups = _groups(book)
     return Plan(
@@ -128,8 +134,9 @@ def seen_sites(
     for path, like in shapes.items():
         module, _, name = path.partition("#")[0].rpartition("/")
         what = name if name in ("input", "output") else "tensor"
-        listed = what == "tensor" or (what == "input" and module in owners)
-        found[path] = Seen(module=module, what=what, shape=tuple(like.shape), listed=listed)
+        matrices = what == "tensor" or module in owners
+        shape, listed = tuple(like.shape), matrices and what != "output"
+        found[path] = Seen(module=module, what=what, shape=shape, listed=listed, matrices=matrices)
     return found
 
 
@@ -139,6 +146,7 @@ class _Book:
     def __init__(self, recipe: Recipe, weights: Mapping[str, Weight], sites: Mapping[str, Seen]):
         self.recipe, self.weights, self.sites = recipe, weights, sites
         self.weight_plans: dict[str, WeightPlan] = {}
+        self.aliases: dict[str, tuple[WeightPlan | None, str]] = {}  # what was decided, and why not
         self.site_plans: dict[str, SitePlan] = {}
         self.rows: list[Row] = []
         self.rule_of: dict[str, Rule] = {}  # of each quantised weight
@@ -160,7 +168,9 @@ class _Book:
         recipe.keeps(0 if max(counts) else None, max(counts))
         return max(counts)
 
-    def singles(self, path: str, module: str) -> list[tuple[str, int | None, Rule | None, str]]:
+    def singles(
+        self, path: str, module: str, what: str = WEIGHT
+    ) -> list[tuple[str, int | None, Rule | None, str]]:
         """(path, layer, rule, why not) of each single layer of a thing."""
         found, recipe = [], self.recipe
         layers = range(self.total) if recipe.in_stack(path) else [None]
@@ -170,7 +180,8 @@ class _Book:
                 own = recipe.of_layer(path, stacked)
                 owner = recipe.of_layer(module, stacked) if recipe.in_stack(module) else module
             layer = recipe.layer_of(own)
-            rule, why = recipe.find(own.partition("#")[0], owner)
+            names = (owner,) if what in ("input", "output") else (own.partition("#")[0], owner)
+            rule, why = recipe.find(*names)
             if rule is not None and recipe.keeps(layer, self.total):
                 rule, why = None, "layer kept as it is"
             found.append((own, layer, rule, why))
@@ -178,7 +189,7 @@ class _Book:
 
     def weight(self, path: str, weight: Weight) -> None:
         """Plans one parameter and adds its rows."""
-        stacked, chosen = self.recipe.in_stack(path), []
+        stacked, chosen, denied = self.recipe.in_stack(path), [], ""
         shape = weight.shape[1:] if stacked else weight.shape
         for own, layer, rule, why in self.singles(path, weight.owner):
             layout = None
@@ -186,18 +197,26 @@ class _Book:
                 why = self._no_weight(rule, weight, shape)
                 if not why:
                     layout = _layout(path, rule, weight, len(shape))
-                    self.rule_of[path] = rule
+                    if not weight.same_as:
+                        self.rule_of[path] = rule
                 self._note(rule, WEIGHT, why)
             format = rule and rule.weights
             done = None if layout is None or format is None else (formats.get(format), layout)
             chosen.append(done)
+            if rule is None and why != NO_RULE:
+                denied = why
+            if weight.same_as:
+                layout, done, why = None, None, f"same as {weight.same_as}"
             text = None if done is None else formats.spell(done[0])
             row = Row(path=own, what=WEIGHT, shape=shape, format=text, layer=layer, why=why)
             pattern, axis = rule and rule.pattern, layout and layout.axis
             self.rows.append(dataclasses.replace(row, rule=pattern, axis=axis))
         one, mask = _agree(path, chosen)
-        if one is not None:
-            self.weight_plans[path] = WeightPlan(format=one[0], layout=one[1], layers=mask)
+        plan = one and WeightPlan(format=one[0], layout=one[1], layers=mask)
+        if weight.same_as:
+            self.aliases[path] = plan, denied
+        elif plan is not None:
+            self.weight_plans[path] = plan
 
     def _no_weight(self, rule: Rule, weight: Weight, shape: tuple[int, ...]) -> str:
         """Why the rule does not quantise this parameter; "": it does."""
@@ -211,14 +230,14 @@ class _Book:
         """Plans one site and adds its rows."""
         stacked, chosen = self.recipe.in_stack(path), []
         shape = seen.shape[1:] if stacked else seen.shape
-        for own, layer, rule, why in self.singles(path, seen.module):
+        for own, layer, rule, why in self.singles(path, seen.module, seen.what):
             format = rule and getattr(rule, FIELD[seen.what])
             plan = None
             if rule is not None:
                 if format is None:
                     why = f"the rule has no format for {FIELD[seen.what]}"
-                elif not seen.listed and "**" in rule.pattern:
-                    why, format = "** means modules that own matrices", None
+                elif not (seen.matrices or says_which(rule.pattern)):
+                    why, format = "* and ** mean modules that own matrices", None
                 self._note(rule, seen.what, why)
             if rule is not None and format is not None:
                 site = Site(
@@ -243,6 +262,32 @@ class _Book:
         if one is not None:
             count = self.total if stacked else None
             self.site_plans[path] = dataclasses.replace(one, stacked=count, layers=mask)
+
+    def uncalled(self) -> None:
+        """Adds a row for each module with a matrix whose input a rule means, but that never ran."""
+        ran = {seen.module for seen in self.sites.values() if seen.what != "tensor"}
+        owners: dict[str, None] = {}
+        for path, weight in self.weights.items():
+            rank = len(weight.shape) - self.recipe.in_stack(path)
+            if rank >= 2 and not weight.never and weight.owner not in ran:
+                owners[weight.owner] = None
+        for owner in owners:
+            for own, layer, rule, _ in self.singles(join(owner, "input"), owner, "input"):
+                if rule is not None and rule.inputs is not None:
+                    self._note(rule, "input", _NEVER_CALLED)
+                    row = Row(path=own, what="input", shape=None, format=None, layer=layer)
+                    self.rows.append(dataclasses.replace(row, rule=rule.pattern, why=_NEVER_CALLED))
+
+    def check_aliases(self) -> None:
+        """Nothing was decided for a second name of a parameter that does not hold for the first."""
+        for path, (plan, denied) in self.aliases.items():
+            first = self.weights[path].same_as
+            real = self.weight_plans.get(first)
+            fix = f"rules and exclusions that name {first} too: it is the same parameter"
+            text = f"{denied}, and {first} quantised"
+            require(not denied or real is None, f"qat: {path}", text, "one decision", fix)
+            text = f"a rule that does not hold for {first}"
+            require(plan is None or plan == real, f"qat: {path}", text, "one decision", fix)
 
     def _note(self, rule: Rule, what: str, why: str) -> None:
         if why:
@@ -274,9 +319,10 @@ class _Book:
         """Every path a pattern may name: of parameters, sites, and all they lie in."""
         known: dict[str, None] = {}
         things = [(p, w.owner) for p, w in self.weights.items()]
-        things += [(p, s.module) for p, s in self.sites.items()]
+        for path, seen in self.sites.items():
+            things.append((path if seen.what == "tensor" else seen.module, seen.module))
         for path, module in things:
-            for single, *_ in self.singles(path, module):
+            for single, *_ in self.singles(path, module) if path else []:
                 parts = single.partition("#")[0].split("/")
                 known.update(dict.fromkeys("/".join(parts[:n]) for n in range(1, len(parts) + 1)))
         return list(known)

@@ -24,7 +24,7 @@ from trace_jax.checks import require
 from trace_jax.guidance.record import SiteRecord
 from trace_jax.qat import sites
 from trace_jax.qat.audit import Audit
-from trace_jax.qat.resolve import Plan, SitePlan
+from trace_jax.qat.resolve import Plan, SitePlan, join
 from trace_jax.qat.transform import quantize_params
 from trace_jax.types import Mean
 
@@ -41,6 +41,8 @@ T = TypeVar("T")
 class Store(Protocol):
     """Named values that live with one module."""
 
+    @property
+    def path(self) -> str: ...
     def has(self, name: str) -> bool: ...
     def get(self, name: str) -> Any: ...
     def put(self, name: str, value: Any) -> None: ...
@@ -75,7 +77,7 @@ def at_site(x: Any, name: str, plan: SitePlan | None, mode: str, store: Store) -
         here = jnp.asarray(plan.layers)[store.get(LAYER)]
     record, valid = None, jnp.ones(x.shape[:-1], bool)
     if mode == "guided" and plan.guided:
-        record, valid = _fed(store, f"{FEED}_{name}_{number}", x, plan)
+        record, valid = _fed(store, name, number, x, plan)
     guided = mode == "guided"
     value, stats = sites.quantize_site(x, record, valid & here, plan.site, guided=guided)
     if mode == "record":
@@ -98,13 +100,16 @@ def is_float(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) and jnp.ndim(x) > 0
 
 
-def _fed(store: Store, name: str, x: Array, plan: SitePlan) -> tuple[SiteRecord, Bool[Array, "*A"]]:
+def _fed(
+    store: Store, name: str, number: int, x: Array, plan: SitePlan
+) -> tuple[SiteRecord, Bool[Array, "*A"]]:
+    path, name = join(store.path, name, number), f"{FEED}_{name}_{number}"
     fix = "inside a lifted transform, let the variables of qat through: see docs/qat.md"
-    require(store.has(name), f"qat guided: {name}", "no record", "the record of this call", fix)
+    require(store.has(name), f"qat guided: {path}", "no record", "the record of this call", fix)
     record, valid = store.get(name)
     like = jax.eval_shape(lambda x: jax.tree.leaves(sites.record_site(x, plan.site)), x)
     got, need = ([leaf.shape for leaf in leaves] for leaves in (jax.tree.leaves(record), like))
-    require(got == need, f"qat guided: record of {name}", got, need, "records of these inputs")
+    require(got == need, f"qat guided: record of {path}", got, need, "records of these inputs")
     return record, valid
 
 
