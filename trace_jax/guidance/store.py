@@ -114,8 +114,8 @@ class GuidanceStore:
             start_copy(guidance)
         self._sweep()
         start = time.perf_counter()
-        while self._pending and (self._pending[0].done() or len(self._pending) >= PENDING):
-            self._pending.popleft().result()
+        while (oldest := self._oldest(PENDING)) is not None:
+            oldest.result()
         self._count(wait_s=time.perf_counter() - start)
         with self._lock:
             self._serial += 1
@@ -133,14 +133,14 @@ class GuidanceStore:
         future = self._thread.submit(self._write, guidance, wire.facts(ticket, self.run))
         with self._lock:
             self._records[serial] = future
+            self._pending.append(future)
         weakref.finalize(ticket, self._dead.append, serial).atexit = False
-        self._pending.append(future)
         return ticket
 
     def wait(self) -> None:
         """Until everything put so far is kept; raises what went wrong with it."""
-        while self._pending:
-            self._pending.popleft().result()
+        while (oldest := self._oldest(1)) is not None:
+            oldest.result()
 
     def get(self, ticket: Ticket) -> Guidance:
         """The record of one ticket, verified: read-only host leaves (layers, tokens, ...).
@@ -252,6 +252,14 @@ class GuidanceStore:
         elapsed = time.perf_counter() - start
         self._count(put_s=elapsed, bytes_in=len(blob), spilled_bytes=spilled)
         return kept
+
+    def _oldest(self, limit: int) -> Future[Kept] | None:
+        """Takes the oldest put off the list if it is done, or if `limit` or more are on it."""
+        with self._lock:
+            full = len(self._pending) >= limit
+            if self._pending and (full or self._pending[0].done()):
+                return self._pending.popleft()
+        return None
 
     def _sweep(self) -> None:
         """Frees the records whose tickets are gone; refuses a closed store."""
