@@ -2,8 +2,7 @@
 
 One step is rolled out with everything recorded. Then the trainer's log-probs are computed again and
 again with some records followed and the others ignored: one compiled program, the choice is an
-argument. The mean gap to the sampler's log-probs is what
-`guidance.probe` chooses by.
+argument. The mean gap to the sampler's log-probs is what `guidance.probe` chooses by.
 """
 
 import dataclasses

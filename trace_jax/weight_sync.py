@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from trace_jax import config as cfg
-from trace_jax.formats import Format, e2m1
+from trace_jax.formats import Format
 from trace_jax.qat import plan as qat_plan
 from trace_jax.qat import sites
 from trace_jax.types import Params
@@ -68,5 +68,4 @@ def pack_weight(w: jax.Array, format: Format) -> dict[str, jax.Array]:
     codes, scales, global_ = sites.weight_codes(w, format)
     if global_ is None:
         global_ = jnp.ones((*w.shape[:-2], 1, 1), jnp.float32)
-    packed = e2m1.pack(codes) if format.element.BITS == 4 else codes
-    return {"codes": packed, "scales": scales, "global": global_}
+    return {"codes": format.pack_codes(codes), "scales": scales, "global": global_}

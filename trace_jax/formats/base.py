@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from trace_jax.checks import require
+from trace_jax.formats import e2m1
 
 
 class Element(Protocol):
@@ -136,6 +137,17 @@ class Format(abc.ABC):
         )
         blocks = x.reshape(*x.shape[:-1], x.shape[-1] // self.block, self.block)
         return largest(blocks, axis=-1)
+
+    def pack_codes(self, codes: UInt8[Array, "*A K"]) -> UInt8[Array, "*A P"]:
+        """Two 4-bit codes a byte, low nibble = even index (odd widths get a 0); 8-bit as is."""
+        if self.element.BITS == 8:
+            return codes
+        odd = codes.shape[-1] % 2
+        return e2m1.pack(jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, 1)]) if odd else codes)
+
+    def unpack_codes(self, packed: UInt8[Array, "*A P"]) -> UInt8[Array, "*A K"]:
+        """Inverse of `pack_codes`, an even width."""
+        return packed if self.element.BITS == 8 else e2m1.unpack(packed)
 
     def padded(self, length: int) -> int:
         """The next whole number of blocks."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from trace_jax.checks import require
-from trace_jax.formats import e2m1, registry
+from trace_jax.formats import registry
 from trace_jax.formats.base import Format, in_dtype, largest
 
 
@@ -49,12 +49,7 @@ class QArray:
 
     def packed(self) -> UInt8[Array, "*P"]:
         """Two 4-bit codes a byte along `axis`, low nibble = even index; an odd width gets a 0."""
-        rows = self._rows(self.codes)
-        if self.format.element.BITS == 8:
-            return self.codes
-        if rows.shape[-1] % 2:
-            rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, 1)])
-        return jnp.moveaxis(e2m1.pack(rows), -1, self.axis)
+        return jnp.moveaxis(self.format.pack_codes(self._rows(self.codes)), -1, self.axis)
 
     def _rows(self, a: Array) -> Array:
         return jnp.moveaxis(a, self.axis, -1)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, UInt8, UInt16
 
 from trace_jax.checks import message, require
 from trace_jax.formats import Format, e2m1
+from trace_jax.formats.base import parity
 from trace_jax.guidance import scale_code
 from trace_jax.guidance.record import Coding, SiteRecord
 
@@ -51,10 +52,8 @@ def encode(
 
     Raises: ValueError if the format's scale bytes cannot be kept by their low bits.
     """
-    if coding.kind == "mantissa":
-        bits = e2m1.pack_bits(codes & 1)
-    else:
-        bits = e2m1.pack(codes) if format.element.BITS == 4 else codes
+    mantissa = coding.kind == "mantissa"
+    bits = e2m1.pack_bits(parity(codes)) if mantissa else format.pack_codes(codes)
     kept = scale_bits(codes.shape[-1], format=format, coding=coding)
     if kept < 8:
         scales = scale_code.encode(scales, kept, _nan_byte(format))
@@ -77,10 +76,8 @@ def decode(
             global scale, the recorded low bits are matched; not needed where bytes are whole.
     Raises: ValueError if x is needed and missing.
     """
-    if coding.kind == "mantissa":
-        values = e2m1.unpack_bits(record.bits)
-    else:
-        values = e2m1.unpack(record.bits) if format.element.BITS == 4 else record.bits
+    mantissa = coding.kind == "mantissa"
+    values = e2m1.unpack_bits(record.bits) if mantissa else format.unpack_codes(record.bits)
     global_ = record.global_scale
     if global_ is not None and coding.global_bits == 16:
         global_ = _long_global(global_, format)

@@ -14,15 +14,14 @@ from trace_jax.formats import Format
 from trace_jax.formats.base import in_dtype
 from trace_jax.guidance import codec
 from trace_jax.guidance.record import Coding, SiteRecord
-from trace_jax.qat.sites import own_rounding
+from trace_jax.qat.sites import Site, record_site
 
 
 def encode(x: Float[Array, "*A K"], format: Format | None) -> Any:
     """What the cache stores for K or V vectors: packed codes, or x itself without a format."""
     if format is None:
         return x
-    codes, scales, global_ = own_rounding(format.pad(x.astype(jnp.float32)), format)
-    return codec.encode(codes, scales, global_, format=format, coding=Coding())
+    return record_site(x, Site(format=format))
 
 
 def decode(stored: Any, format: Format | None, width: int, dtype: Any) -> Float[Array, "*A K"]:
@@ -30,7 +29,7 @@ def decode(stored: Any, format: Format | None, width: int, dtype: Any) -> Float[
     if format is None:
         return stored.astype(dtype)
     kept = codec.decode(stored, format=format, coding=Coding())
-    value = format.element.decode(kept.values) * format.spread(kept.steps)
+    value = format.dequantize_rows(kept.values, kept.scales, kept.global_scale)
     return in_dtype(value[..., :width], dtype)
 
 

@@ -98,11 +98,10 @@ def bytes_per_token(spec: GuidanceSpec | None, model: cfg.Model) -> int:
         "k": (model.kv_heads, model.head_dim),
         "v": (model.kv_heads, model.head_dim),
     }
-    total = 0
+    sites = {}
     for site, ids, text in zip(spec.sites, spec.layers, spec.formats, strict=True):
         count, length = rows[site]
-        cost = codec.site_bytes(
-            count * length, format=formats.get(text), coding=spec.coding, rows=count
+        sites[site] = codec.SiteCount(
+            layers=len(ids), rows=count, length=length, format=formats.get(text)
         )
-        total += len(ids) * cost
-    return total
+    return codec.token_bytes(sites, coding=spec.coding)

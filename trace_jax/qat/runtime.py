@@ -81,9 +81,8 @@ def at_site(x: Any, name: str, plan: SitePlan | None, mode: str, store: Store) -
     guided = mode == "guided"
     value, stats = sites.quantize_site(x, record, valid & here, plan.site, guided=guided)
     if mode == "record":
-        kept = (
-            sites.record_site(x, plan.site) if plan.guided else jnp.zeros((), bool)
-        )  # or only: it ran
+        ran = jnp.zeros((), bool)  # all that is kept of a site that is not recorded
+        kept = sites.record_site(x, plan.site) if plan.guided else ran
         store.put(f"{prefix}_{name}_{number}", kept)
     elif prefix:
         pairs = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, UInt8
 
 from trace_jax.checks import require
 from trace_jax.formats import Format
-from trace_jax.formats.base import in_dtype, largest
+from trace_jax.formats.base import in_dtype, largest, parity
 from trace_jax.guidance import codec, health
 from trace_jax.guidance.record import Coding, SiteRecord
 from trace_jax.types import Mean
@@ -141,7 +141,7 @@ def quantize_site(
             codes = jnp.where(here, followed, codes)
             # a span that is not finite here stays NaN: guidance must not hide it
             step = jnp.where(here & finite, recorded_step, step)
-        kept = (lambda c: c) if site.kind == "codes" else (lambda c: c & 1)
+        kept = (lambda c: c) if site.kind == "codes" else parity
         compared["agreement"] = _count((kept(codes) == recorded)[..., :width], valid)
         compared["flips"] = _count((kept(plain) != recorded)[..., :width], valid)
         compared["scale_equal"] = _count(own_scales == outcome.scales, valid)

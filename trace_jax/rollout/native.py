@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from trace_jax.formats import Format, e2m1
+from trace_jax.formats import Format
 from trace_jax.models.grouped_matmul import (
     Dispatch,
     gather_rows,
@@ -35,8 +35,7 @@ def operand(
 
 def weight_operand(weight: dict[str, Any], format: Format) -> Float[Array, "*A K"]:
     """The same of packed expert weights; K is padded to whole blocks."""
-    codes = e2m1.unpack(weight["codes"]) if format.element.BITS == 4 else weight["codes"]
-    return operand(codes, weight["scales"], format)
+    return operand(format.unpack_codes(weight["codes"]), weight["scales"], format)
 
 
 class Projections:
