@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 AOT := .aot
 AOT_READY := $(AOT)/.ready
+TORCH_READY := $(VENV)/.torch-ready
 PYTHON ?=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile \
 	--no-build-isolation
@@ -18,7 +19,7 @@ LOCK := pip compile --universal --python-version 3.11 --generate-hashes \
 	--no-emit-package pycosat --custom-compile-command "make lock" --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-aot demo test test-slow lint format types notebooks lock lock-aot clean
+.PHONY: help setup setup-aot setup-torch demo test test-slow lint format types notebooks lock lock-aot clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | \
@@ -75,6 +76,14 @@ $(AOT_READY): requirements-aot.lock $(READY)
 	@rm -rf $(AOT)
 	$(PIP) --require-hashes --target $(AOT) -r requirements-aot.lock
 	@touch $(AOT_READY)
+
+setup-torch: $(TORCH_READY)  ## torch into .venv: tests compare our models with transformers
+
+# Not in the locks: which build of torch fits depends on the machine (on Linux an index may offer
+# only the one for CUDA, of several GB). Without it those tests are skipped, and say so.
+$(TORCH_READY): $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'torch==2.13.*'
+	@touch $(TORCH_READY)
 
 demo: setup  ## train the default experiment on this CPU, start to end
 	$(BIN)/python launch/train.py --config=configs/demo_cpu.py

@@ -17,6 +17,7 @@ RANKS: list[tuple[str, ...]] = [
     ("formats", "guidance.record", "manifest", "rundir", "sharding"),
     ("config_checks",),
     ("config", "types"),
+    ("layer_kinds",),
     ("checkpoint", "data", "guidance", "metrics", "overrides", "reward", "rl"),
     ("plots", "qat", "summary"),
     ("models", "report"),

@@ -12,20 +12,43 @@ from trace_jax import config_checks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """Qwen3-MoE architecture. The vocabulary size comes from the tokenizer."""
+    """One decoder; these fields tell Qwen3-MoE, Qwen3, Llama, Qwen3-Next and Qwen3.5-MoE apart.
 
+    `models/known.py` has real models by name, `trace_jax.load` reads a checkpoint's own.
+    """
+
+    family: str = "qwen3_moe"  # Hugging Face's model type, for names and layouts on disk only
+    vocab_size: int | None = None  # V; None: the tokenizer's
     width: int = 128  # D
     layers: int = 4  # L
+    norm_eps: float = 1e-6
+    zero_centred_norm: bool = False  # RMSNorm multiplies by 1 + weight
+    tie_embeddings: bool = True
+    compute_dtype: str = "bfloat16"  # "bfloat16" | "float32"; master weights are float32
+    # full attention
     heads: int = 4  # H
     kv_heads: int = 2  # J
     head_dim: int = 32  # K
-    experts: int = 8  # E
+    qk_norm: bool = True
+    gated_attention: bool = False  # multiplied by sigmoid(gate) before the output projection
+    rope_theta: float = 10_000.0
+    rotary_fraction: float = 1.0  # of a head, from its start, that is rotated
+    rope_llama3: tuple[float, float, float, int] | None = None  # factor, low, high, old context
+    # Gated DeltaNet
+    full_attention_every: int = 1  # layer i attends if (i+1) % this == 0; the others are linear
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0  # of a head
+    linear_value_dim: int = 0  # of a head
+    conv_width: int = 4
+    # feed-forward
+    experts: int = 8  # E; 0: every layer has a dense MLP
     experts_per_token: int = 2  # X
     expert_ffn: int = 64  # F
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-6
-    tie_embeddings: bool = True
-    compute_dtype: str = "bfloat16"  # "bfloat16" | "float32"; master weights are float32
+    renormalise_gates: bool = True  # gates of a token's experts sum to 1
+    shared_ffn: int = 0  # width of the shared expert, weighted by a sigmoid; 0: none
+    dense_ffn: int = 0  # width of dense MLPs
+    dense_layers: tuple[int, ...] = ()  # layers of an MoE model that have a dense MLP
 
     def __post_init__(self) -> None:
         config_checks.model(self)
@@ -39,6 +62,7 @@ class Quant:
     trainer: str = "trace"  # "bf16" | "qat" (rounds on its own) | "trace" (guided by the rollout)
     weights: str | None = "nvfp4"  # format of routed-expert weights, one global scale a matrix
     acts: str | None = "nvfp4"  # of the inputs of both expert matmuls, one global scale a token
+    mlps: str = "experts"  # what `weights` and `acts` are of: "experts" | "all" (dense MLPs too)
     kv: str | None = "nvfp4:global_rule=one"  # of the KV cache, per token and head
     keep_first: int = 0  # layers at the start whose experts and KV stay in high precision
     keep_last: int = 0  # the same at the end

@@ -73,21 +73,20 @@ def _check(
     bound(below, lambda value, limit: value < limit, "< {}")
 
 
+FAMILIES = ("qwen3_moe", "qwen3", "llama", "qwen3_next", "qwen3_5_moe")
+
+
 def model(section: Any) -> None:
     """Shapes that fit together."""
-    counts = ("width", "layers", "heads", "kv_heads", "head_dim", "experts")
+    counts = ("width", "layers", "heads", "kv_heads", "head_dim", "vocab_size", "conv_width")
+    optional = ("experts", "shared_ffn", "dense_ffn")
     _check(
         section,
         "config.model",
-        choices={"compute_dtype": ("bfloat16", "float32")},
-        least=dict.fromkeys((*counts, "experts_per_token", "expert_ffn"), 1),
-        above={"rope_theta": 0, "norm_eps": 0},
-    )
-    require(
-        section.experts_per_token <= section.experts,
-        "config.model.experts_per_token",
-        section.experts_per_token,
-        f"<= experts ({section.experts})",
+        choices={"compute_dtype": ("bfloat16", "float32"), "family": FAMILIES},
+        least=dict.fromkeys((*counts, "full_attention_every"), 1) | dict.fromkeys(optional, 0),
+        above={"rope_theta": 0, "norm_eps": 0, "rotary_fraction": 0},
+        most={"rotary_fraction": 1},
     )
     require(
         section.heads % section.kv_heads == 0,
@@ -96,12 +95,76 @@ def model(section: Any) -> None:
         f"a multiple of kv_heads ({section.kv_heads})",
         "every key/value head serves the same number of query heads",
     )
+    rotated = section.head_dim * section.rotary_fraction
     require(
-        section.head_dim % 2 == 0,
+        rotated == int(rotated) and rotated % 2 == 0 and rotated > 0,
         "config.model.head_dim",
-        section.head_dim,
-        "an even number",
+        f"{section.head_dim}, of which {rotated:g} are rotated",
+        "an even number of them",
         "rotary embeddings turn pairs of values",
+    )
+    _check_ffn(section)
+    if section.full_attention_every > 1:
+        _check_linear(section)
+
+
+def _check_ffn(section: Any) -> None:
+    """Experts, dense MLPs or both; a layer has one of them."""
+    if section.experts:
+        for name in ("experts_per_token", "expert_ffn"):
+            value = getattr(section, name)
+            require(value >= 1, f"config.model.{name}", value, ">= 1")
+        require(
+            section.experts_per_token <= section.experts,
+            "config.model.experts_per_token",
+            section.experts_per_token,
+            f"<= experts ({section.experts})",
+        )
+    else:
+        fix = "a model without experts is dense in every layer"
+        for name, off in (("shared_ffn", 0), ("dense_layers", ())):
+            value = getattr(section, name)
+            require(value == off, f"config.model.{name}", value, f"{off} with experts=0", fix)
+    ids = section.dense_layers
+    require(
+        list(ids) == sorted(set(ids)) and all(0 <= i < section.layers for i in ids),
+        "config.model.dense_layers",
+        ids,
+        f"different layers in order, 0..{section.layers - 1}",
+    )
+    require(
+        section.experts == 0 or len(ids) < section.layers,
+        "config.model.dense_layers",
+        ids,
+        "some layer with experts",
+        "experts=0 makes every layer dense",
+    )
+    require(
+        section.dense_ffn > 0 or (section.experts > 0 and not ids),
+        "config.model.dense_ffn",
+        section.dense_ffn,
+        "the width of dense MLPs, >= 1",
+    )
+
+
+def _check_linear(section: Any) -> None:
+    """Shapes of Gated DeltaNet."""
+    names = ("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim")
+    for name in names:
+        value = getattr(section, name)
+        need = ">= 1 where full_attention_every > 1"
+        require(value >= 1, f"config.model.{name}", value, need)
+    require(
+        section.linear_value_heads % section.linear_key_heads == 0,
+        "config.model.linear_value_heads",
+        section.linear_value_heads,
+        f"a multiple of linear_key_heads ({section.linear_key_heads})",
+    )
+    require(
+        section.full_attention_every <= section.layers,
+        "config.model.full_attention_every",
+        section.full_attention_every,
+        f"<= layers ({section.layers}): some layer with full attention",
     )
 
 
@@ -113,6 +176,7 @@ def quant(section: Any) -> None:
         choices={
             "rollout": ("bf16", "fp4"),
             "trainer": ("bf16", "qat", "trace"),
+            "mlps": ("experts", "all"),
             "guide": record.KINDS,
             "guide_scale_bits": record.SCALE_BITS,
             "guide_global_bits": record.GLOBAL_BITS,

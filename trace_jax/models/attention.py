@@ -1,30 +1,44 @@
 """Grouped-query attention, RMSNorm and rotary positions, shared by the trainer and the sampler."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from trace_jax import config as cfg
+
 
 def rms_norm(
-    x: Float[Array, "*A D"], weight_D: Float[Array, " D"], eps: float
+    x: Float[Array, "*A D"], weight_D: Float[Array, " D"], eps: float, *, zero_centred: bool = False
 ) -> Float[Array, "*A D"]:
-    """x / rms(x) * weight in float32, returned in the dtype of x."""
+    """x / rms(x) * weight (1 + weight if zero-centred) in float32, returned in the dtype of x."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(eps))
     weight = weight_D.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    weight = jnp.float32(1) + weight if zero_centred else weight
     return (wide * scale * weight).astype(x.dtype)
 
 
-def rope(x_BTHK: Float[Array, "B T H K"], position_BT: Int[Array, "B T"], theta: float) -> Array:
-    """Rotary positions, rotate-half form over the whole head (Qwen3), in float32."""
-    half = x_BTHK.shape[-1] // 2
+def rotary(
+    model: cfg.Model, position_BT: Int[Array, "B T"]
+) -> Callable[[Float[Array, "B T H K"]], Float[Array, "B T H K"]]:
+    """Rotary positions, rotate-half form, of the first `rotary_fraction` of a head, in float32."""
+    rotated = int(model.head_dim * model.rotary_fraction)
+    half = rotated // 2
     exponent = jnp.arange(half, dtype=jnp.float32) / jnp.float32(half)
-    frequency = jnp.float32(theta) ** -exponent
+    frequency = jnp.float32(model.rope_theta) ** -exponent
     angle = position_BT.astype(jnp.float32)[..., None, None] * frequency[None, None, None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTHK.dtype)
+
+    def turn(x_BTHK: Array) -> Array:
+        head, rest = x_BTHK[..., :rotated], x_BTHK[..., rotated:]
+        first, second = jnp.split(head.astype(jnp.float32), 2, axis=-1)
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        turned = jnp.concatenate(turned, axis=-1).astype(x_BTHK.dtype)
+        return jnp.concatenate([turned, rest], axis=-1)
+
+    return turn
 
 
 def attend(

@@ -12,13 +12,13 @@ from trace_jax.types import Mean
 
 
 def replayed_gates(
-    router_logits: Float[Array, "*A E"], routes: Int[Array, "*A X"]
+    router_logits: Float[Array, "*A E"], routes: Int[Array, "*A X"], *, renormalise: bool = True
 ) -> Float[Array, "*A X"]:
     """Gates of the recorded experts from the trainer's own router.
 
     Math:    g_x = exp(s_x) / sum_{j in routes} exp(s_j), with s the trainer's logits: softmax over
-             all experts, then renormalised over the recorded ones. The choice has no gradient,
-             the logits keep theirs.
+             all experts, then renormalised over the recorded ones (without `renormalise` the sum
+             is over all experts). The choice has no gradient, the logits keep theirs.
     Args:    router_logits: any float dtype; arithmetic is float32. routes: ids; -1 is padding.
     Returns: float32 gates; padding gets exactly 0, and exactly no gradient. An id >= E is a bug
              upstream and gives NaN gates.
@@ -32,14 +32,16 @@ def replayed_gates(
     )
     # Replaced before exp, not after: the gradient of a masked infinity is NaN.
     picked = jnp.where(recorded, picked, jnp.finfo(jnp.float32).min)
-    peak = jax.lax.stop_gradient(jnp.max(picked, axis=-1, keepdims=True))
+    summed = picked if renormalise else router_logits.astype(jnp.float32)
+    peak = jax.lax.stop_gradient(jnp.max(summed, axis=-1, keepdims=True))
     weight = jnp.where(recorded, jnp.exp(picked - peak), 0.0)
-    total = jnp.sum(weight, axis=-1, keepdims=True)
+    every = weight if renormalise else jnp.exp(summed - peak)
+    total = jnp.sum(every, axis=-1, keepdims=True)
     return weight / jnp.where(total == 0, 1.0, total)
 
 
 def top_k_routes(
-    router_logits: Float[Array, "*A E"], k: int
+    router_logits: Float[Array, "*A E"], k: int, *, renormalise: bool = True
 ) -> tuple[Int32[Array, "*A X"], Float[Array, "*A X"]]:
     """The k experts with the highest logits (the lower id on a tie) and their gates.
 
@@ -48,7 +50,7 @@ def top_k_routes(
     """
     _, routes = jax.lax.top_k(jax.lax.stop_gradient(router_logits.astype(jnp.float32)), k)
     routes = routes.astype(jnp.int32)
-    return routes, replayed_gates(router_logits, routes)
+    return routes, replayed_gates(router_logits, routes, renormalise=renormalise)
 
 
 def route_mismatch(
