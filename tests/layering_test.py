@@ -13,11 +13,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # of one rank do not see each other: they meet in `types`. The longest matching entry counts.
 RANKS: list[tuple[str, ...]] = [
     ("checks", "interrupt", "progress"),
-    ("layer_choice",),
+    ("field_checks", "layer_choice", "layer_kinds"),
     ("formats", "guidance.record", "manifest", "rundir", "sharding"),
+    ("model_checks",),
     ("config_checks",),
     ("config", "types"),
-    ("layer_kinds",),
+    ("stacks",),
     ("checkpoint", "data", "guidance", "metrics", "overrides", "reward", "rl"),
     ("plots", "qat", "summary"),
     ("models", "report"),

@@ -7,7 +7,7 @@ Only this module, `loop.py`, `configs/` and `launch/` see `Config`; every stage 
 
 import dataclasses
 
-from trace_jax import config_checks
+from trace_jax import config_checks, model_checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Model:
     dense_layers: tuple[int, ...] = ()  # layers of an MoE model that have a dense MLP
 
     def __post_init__(self) -> None:
-        config_checks.model(self)
+        model_checks.model(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,7 @@ class Data:
     overlong: str = "refuse"  # "refuse" | "drop" (counted) | "truncate" (left side, counted)
     tokenizer: str = "byte"  # "byte", or a directory with tokenizer.json (+ chat template)
     system_prompt: str | None = None
+    thinking: bool | None = None  # switches the chat template's thinking; None: its default
     reward: str = "exact"  # "exact" | "task" (reasoning-gym's own score == 1) | "module:function"
 
     def __post_init__(self) -> None:

@@ -4,173 +4,19 @@ A section refuses what it can know alone. `config` refuses what takes several se
 what holds for training only: evaluation samples with `top_p`, or a group of one.
 """
 
-import dataclasses
-import math
 import re
-import types
-from collections.abc import Callable, Mapping
-from typing import Any, cast, get_args, get_origin
+from typing import Any
 
 from trace_jax import formats, layer_choice
 from trace_jax.checks import require
+from trace_jax.field_checks import check
 from trace_jax.guidance import record
-
-
-def is_a(value: object, annotation: object) -> bool:
-    """Whether `value` has the declared type. A float is finite and may be written as an int."""
-    if isinstance(annotation, types.UnionType):
-        return any(is_a(value, choice) for choice in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        items = get_args(annotation)
-        if not isinstance(value, tuple):
-            return False
-        if items[-1] is Ellipsis:
-            return all(is_a(item, items[0]) for item in value)
-        return len(value) == len(items) and all(map(is_a, value, items))
-    if isinstance(value, bool):
-        return annotation is bool
-    if annotation is float:
-        return isinstance(value, int | float) and math.isfinite(value)
-    return isinstance(value, cast(type, annotation))
-
-
-def type_name(annotation: object) -> str:
-    """The declared type as the source writes it: `int`, `float | None`."""
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
-
-
-def _check(
-    section: Any,
-    where: str,
-    *,
-    choices: Mapping[str, tuple[Any, ...]] | None = None,
-    least: Mapping[str, int | float] | None = None,
-    above: Mapping[str, int | float] | None = None,
-    most: Mapping[str, int | float] | None = None,
-    below: Mapping[str, int | float] | None = None,
-) -> None:
-    """Every field has its declared type, and where one is given its choices and bounds."""
-    for field in dataclasses.fields(section):
-        value, at = getattr(section, field.name), f"{where}.{field.name}"
-        need = type_name(field.type)
-        need = f"{need} (finite)" if "float" in need else need
-        require(is_a(value, field.type), at, repr(value), need)
-        if field.type in (float, float | None) and type(value) is int:
-            object.__setattr__(section, field.name, float(value))  # frozen, but not yet seen
-
-    def bound(
-        limits: Mapping[str, Any] | None, holds: Callable[[Any, Any], bool], need: str
-    ) -> None:
-        for name, limit in (limits or {}).items():
-            value = getattr(section, name)
-            good = value is None or holds(value, limit)
-            require(good, f"{where}.{name}", value, need.format(limit))
-
-    bound(choices, lambda value, limit: value in limit, "one of {}")
-    bound(least, lambda value, limit: value >= limit, ">= {}")
-    bound(above, lambda value, limit: value > limit, "> {}")
-    bound(most, lambda value, limit: value <= limit, "<= {}")
-    bound(below, lambda value, limit: value < limit, "< {}")
-
-
-FAMILIES = ("qwen3_moe", "qwen3", "llama", "qwen3_next", "qwen3_5_moe")
-
-
-def model(section: Any) -> None:
-    """Shapes that fit together."""
-    counts = ("width", "layers", "heads", "kv_heads", "head_dim", "vocab_size", "conv_width")
-    optional = ("experts", "shared_ffn", "dense_ffn")
-    _check(
-        section,
-        "config.model",
-        choices={"compute_dtype": ("bfloat16", "float32"), "family": FAMILIES},
-        least=dict.fromkeys((*counts, "full_attention_every"), 1) | dict.fromkeys(optional, 0),
-        above={"rope_theta": 0, "norm_eps": 0, "rotary_fraction": 0},
-        most={"rotary_fraction": 1},
-    )
-    require(
-        section.heads % section.kv_heads == 0,
-        "config.model.heads",
-        section.heads,
-        f"a multiple of kv_heads ({section.kv_heads})",
-        "every key/value head serves the same number of query heads",
-    )
-    rotated = section.head_dim * section.rotary_fraction
-    require(
-        rotated == int(rotated) and rotated % 2 == 0 and rotated > 0,
-        "config.model.head_dim",
-        f"{section.head_dim}, of which {rotated:g} are rotated",
-        "an even number of them",
-        "rotary embeddings turn pairs of values",
-    )
-    _check_ffn(section)
-    if section.full_attention_every > 1:
-        _check_linear(section)
-
-
-def _check_ffn(section: Any) -> None:
-    """Experts, dense MLPs or both; a layer has one of them."""
-    if section.experts:
-        for name in ("experts_per_token", "expert_ffn"):
-            value = getattr(section, name)
-            require(value >= 1, f"config.model.{name}", value, ">= 1")
-        require(
-            section.experts_per_token <= section.experts,
-            "config.model.experts_per_token",
-            section.experts_per_token,
-            f"<= experts ({section.experts})",
-        )
-    else:
-        fix = "a model without experts is dense in every layer"
-        for name, off in (("shared_ffn", 0), ("dense_layers", ())):
-            value = getattr(section, name)
-            require(value == off, f"config.model.{name}", value, f"{off} with experts=0", fix)
-    ids = section.dense_layers
-    require(
-        list(ids) == sorted(set(ids)) and all(0 <= i < section.layers for i in ids),
-        "config.model.dense_layers",
-        ids,
-        f"different layers in order, 0..{section.layers - 1}",
-    )
-    require(
-        section.experts == 0 or len(ids) < section.layers,
-        "config.model.dense_layers",
-        ids,
-        "some layer with experts",
-        "experts=0 makes every layer dense",
-    )
-    require(
-        section.dense_ffn > 0 or (section.experts > 0 and not ids),
-        "config.model.dense_ffn",
-        section.dense_ffn,
-        "the width of dense MLPs, >= 1",
-    )
-
-
-def _check_linear(section: Any) -> None:
-    """Shapes of Gated DeltaNet."""
-    names = ("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim")
-    for name in names:
-        value = getattr(section, name)
-        need = ">= 1 where full_attention_every > 1"
-        require(value >= 1, f"config.model.{name}", value, need)
-    require(
-        section.linear_value_heads % section.linear_key_heads == 0,
-        "config.model.linear_value_heads",
-        section.linear_value_heads,
-        f"a multiple of linear_key_heads ({section.linear_key_heads})",
-    )
-    require(
-        section.full_attention_every <= section.layers,
-        "config.model.full_attention_every",
-        section.full_attention_every,
-        f"<= layers ({section.layers}): some layer with full attention",
-    )
+from trace_jax.model_checks import quant_on_model
 
 
 def quant(section: Any) -> None:
     """Modes that can be combined, whatever the model."""
-    _check(
+    check(
         section,
         "config.quant",
         choices={
@@ -244,7 +90,7 @@ def _check_tokens(section: Any, where: str, text: str | None) -> None:
 def data(section: Any) -> None:
     """One source of prompts, and a reward that it can feed."""
     counts = ("train_size", "eval_size", "prompts_per_step", "max_prompt_tokens")
-    _check(
+    check(
         section,
         "config.data",
         choices={"overlong": ("refuse", "drop", "truncate")},
@@ -296,7 +142,7 @@ def data(section: Any) -> None:
 
 def warm_start(section: Any) -> None:
     """Types and bounds."""
-    _check(
+    check(
         section,
         "config.warm_start",
         least={"max_steps": 1, "batch": 1, "check_every": 1},
@@ -308,7 +154,7 @@ def warm_start(section: Any) -> None:
 def rollout(section: Any) -> None:
     """Types and bounds; evaluation may truncate and need not sample groups."""
     counts = ("group_size", "max_new_tokens", "top_k", "bucket_tokens", "bucket_batch")
-    _check(
+    check(
         section,
         "config.rollout",
         least=dict.fromkeys(counts, 1) | {"version_lag": 0},
@@ -319,7 +165,7 @@ def rollout(section: Any) -> None:
 
 def loss(section: Any) -> None:
     """Types and bounds."""
-    _check(
+    check(
         section,
         "config.loss",
         least={"kl_coef": 0, "importance_cap": 1},
@@ -330,7 +176,7 @@ def loss(section: Any) -> None:
 
 def optim(section: Any) -> None:
     """Types, choices and bounds."""
-    _check(
+    check(
         section,
         "config.optim",
         choices={"schedule": ("constant", "linear", "cosine")},
@@ -345,7 +191,7 @@ def optim(section: Any) -> None:
 
 def run(section: Any) -> None:
     """Types and bounds."""
-    _check(
+    check(
         section,
         "config.run",
         least={
@@ -360,7 +206,7 @@ def run(section: Any) -> None:
 
 def config(section: Any) -> None:
     """What takes several sections to see."""
-    _check(section, "config", least={"seed": 0, "steps": 0}, below={"seed": 2**32})
+    check(section, "config", least={"seed": 0, "steps": 0}, below={"seed": 2**32})
     require(
         re.fullmatch(r"[\w.-]+", section.name) is not None,
         "config.name",
@@ -377,7 +223,7 @@ def config(section: Any) -> None:
     _check_sampling(section.rollout)
     _check_batch(section.data, section.rollout, section.optim)
     if section.quant.quantised:
-        _check_layers(section.model, section.quant)
+        quant_on_model(section.model, section.quant)
         require(
             section.quant.guide_global_bits == 32 or section.model.compute_dtype == "bfloat16",
             "config.quant.guide_global_bits",
@@ -424,22 +270,3 @@ def _check_batch(data: Any, rollout: Any, optim: Any) -> None:
         f"a divisor of prompts_per_step * group_size / minibatches ({update})",
         f"optim.micro_batch={largest}",
     )
-
-
-def _check_layers(model: Any, quant: Any) -> None:
-    """Some layer is quantised, and the guided layers are among them."""
-    first, stop = quant.keep_first, model.layers - quant.keep_last
-    require(
-        first < stop,
-        "config.quant.keep_first + keep_last",
-        f"{quant.keep_first} + {quant.keep_last}",
-        f"fewer than the {model.layers} layers, or nothing is quantised",
-    )
-    layer_choice.choose(quant.guide_layers, guidable_sites(quant), first, stop)
-
-
-def guidable_sites(quant: Any) -> tuple[str, ...]:
-    """Sites that a rollout under this section can record."""
-    sites = () if quant.acts is None else ("expert_in",)
-    sites += ("expert_hidden",) if quant.guide_hidden else ()
-    return sites if quant.kv is None else (*sites, "k", "v")

@@ -5,7 +5,7 @@ both K and V.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trace_jax.checks import require
 
@@ -32,21 +32,45 @@ def parse(text: str) -> dict[str | None, tuple[str, tuple[int, ...]]]:
     return {site: _parse_one(choice) for site, _, choice in pairs}
 
 
-def choose(text: str, sites: Sequence[str], first: int, stop: int) -> dict[str, tuple[int, ...]]:
+def choose(
+    text: str, sites: Mapping[str, Sequence[int]], first: int, stop: int
+) -> dict[str, tuple[int, ...]]:
     """Layer ids of each site, ascending; sites without any are left out.
 
-    Args:   sites: that can be chosen for. first, stop: the choice is among layers first..stop-1;
-            halves and counts are of these, ids are absolute.
-    Raises: ValueError for a text of another form, another site, or a layer outside.
+    Args:   sites: that can be chosen for, and the layers that have each. first, stop: the choice is
+            among layers first..stop-1; halves and counts are of these, ids are absolute. Of the
+            chosen layers a site gets those that have it.
+    Raises: ValueError for a text of another form, another site, a layer outside, or one that does
+            not have the site that was named for it.
     """
     chosen: dict[str, tuple[int, ...]] = {}
     for name, choice in parse(text).items():
+        layers = _layers(text, *choice, first, stop)
         named = list(sites) if name is None else list(ALIASES.get(name, (name,)))
         for site in named:
             require(site in sites, WHERE, f"site {site}", f"some of {list(sites)}")
             require(site not in chosen, WHERE, repr(text), f"{site} named once")
-            chosen[site] = _layers(text, *choice, first, stop)
+            chosen[site] = tuple(i for i in layers if i in sites[site])
+        _check_had(text, name, choice[0], layers, {site: chosen[site] for site in named}, sites)
     return {site: chosen[site] for site in sites if chosen.get(site)}
+
+
+def _check_had(
+    text: str,
+    name: str | None,
+    form: str,
+    layers: tuple[int, ...],
+    chosen: Mapping[str, tuple[int, ...]],
+    sites: Mapping[str, Sequence[int]],
+) -> None:
+    """Layers chosen by id have a site each, those chosen for a site have that; some layer is."""
+    got = {i for ids in chosen.values() for i in ids}
+    lack = [i for i in layers if i not in got] if form == "list" else []
+    what = "any of " + ", ".join(chosen) if name is None else name
+    having = sorted({i for site in chosen for i in sites[site]})
+    need = f"layers that have {what}: {having}"
+    require(not lack, WHERE, f"{text!r}, layers {lack} without {what}", need)
+    require(bool(got) or not chosen, WHERE, f"{text!r}, no layer with {what}", need)
 
 
 def _parse_one(text: str) -> tuple[str, tuple[int, ...]]:

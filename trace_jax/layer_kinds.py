@@ -6,8 +6,7 @@ A layer has a mixer ("attention": full attention, or "linear": Gated DeltaNet) a
 """
 
 import dataclasses
-
-from trace_jax import config as cfg
+from typing import Any
 
 COMPONENTS = ("attention", "linear", "moe", "mlp")
 
@@ -20,8 +19,8 @@ class Kind:
     ffn: str  # "moe" | "mlp"
 
 
-def kinds(model: cfg.Model) -> tuple[Kind, ...]:
-    """The kind of every layer."""
+def kinds(model: Any) -> tuple[Kind, ...]:
+    """The kind of every layer of a `config.Model`, whose checks use this."""
     return tuple(
         Kind(
             mixer="attention" if (i + 1) % model.full_attention_every == 0 else "linear",
@@ -31,7 +30,7 @@ def kinds(model: cfg.Model) -> tuple[Kind, ...]:
     )
 
 
-def layers_with(model: cfg.Model, component: str) -> tuple[int, ...]:
+def layers_with(model: Any, component: str) -> tuple[int, ...]:
     """The layers that have a component, ascending: row r of its stack belongs to the r-th."""
     assert component in COMPONENTS, component
     every = enumerate(kinds(model))

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 
 from trace_jax.checks import message, require
 from trace_jax.config import Config
-from trace_jax.config_checks import type_name
+from trace_jax.field_checks import type_name
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
 

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 else:
     HostArray = np.ndarray
 
-SITES = ("expert_in", "expert_hidden", "k", "v")
+SITES = {  # where rounding can be recorded, and the component of a layer that it is in
+    "expert_in": "moe",
+    "expert_hidden": "moe",
+    "mlp_in": "mlp",
+    "mlp_hidden": "mlp",
+    "k": "attention",
+    "v": "attention",
+}
 KINDS = ("codes", "mantissa")
 SCALE_BITS = (2, 3, 4, 8)
 GLOBAL_BITS = (16, 32)
