@@ -1,0 +1,106 @@
+"""The plain model as one program: no quantisation, no cache, no records.
+
+What a checkpoint computes, for parity tests, inspection and calibration. The trainer's forward is
+`policy.py`, the sampler's `rollout/jax_engine.py`.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from trace_jax import config as cfg
+from trace_jax import layer_kinds, stacks
+from trace_jax.layer_kinds import Kind
+from trace_jax.models import attention, moe, transformer
+from trace_jax.models.grouped_matmul import gather_rows, grouped_matmul
+from trace_jax.types import Params
+
+
+def logits(
+    model: cfg.Model,
+    params: Params,
+    tokens_BT: Int[Array, "B T"],
+    valid_BT: Bool[Array, "B T"] | None = None,
+    routes_LBTX: Int[Array, "Lm B T X"] | None = None,
+) -> Float[Array, "B T V"]:
+    """Logits of every position, float32; those of invalid tokens mean nothing.
+
+    Args: valid_BT: False is padding, left or right: it takes no position, is attended by nobody
+          and changes no logits of valid tokens. None: every token is valid.
+          routes_LBTX: experts to use instead of the router's choice, one row an MoE layer.
+    """
+    tokens_BT = jnp.asarray(tokens_BT)
+    if valid_BT is None:
+        valid_BT = jnp.ones(tokens_BT.shape, bool)
+    return _logits(model, params, tokens_BT, jnp.asarray(valid_BT), routes_LBTX)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """What a layer is to `stacks`: nothing but its kind."""
+
+    kind: Kind
+
+
+@partial(jax.jit, static_argnames=("model",))
+def _logits(
+    model: cfg.Model, params: Params, tokens_BT: Array, valid_BT: Array, routes_LBTX: Array | None
+) -> Array:
+    view = transformer.make_layer_view(model)
+    position_BT = jnp.maximum(jnp.cumsum(valid_BT, axis=1) - 1, 0)
+    T = tokens_BT.shape[1]
+    causal = jnp.tril(jnp.ones((T, T), bool))[None]
+    visible_BTT = causal & valid_BT[:, None, :]
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        return attention.attend(q, k, v, visible_BTT), None
+
+    def mix_linear(module: Any, x_BTD: Array) -> tuple[Array, None]:
+        return module(x_BTD, None, valid_BT)[0], None
+
+    def experts(module: Any, x_BTD: Array, routes: Array, gates: Array) -> tuple[Array, None]:
+        routes = jnp.where(valid_BT[..., None], routes, -1)
+        return plain_experts(model, module, x_BTD, routes, gates), None
+
+    def body(x_BTD: Array, what: _Layer, layer: Params, inputs: dict[str, Array]) -> Any:
+        mix = attend if what.kind.mixer == "attention" else mix_linear
+        feed = experts if what.kind.ffn == "moe" else plain_mlp
+        block = view(what.kind, layer)
+        x_BTD, _ = block(x_BTD, position_BT, mix, feed, inputs.get("routes"))
+        return x_BTD, {}
+
+    every = [_Layer(kind=kind) for kind in layer_kinds.kinds(model)]
+    inputs = {"routes": (layer_kinds.layers_with(model, "moe"), routes_LBTX)}
+    inputs = {} if routes_LBTX is None else inputs
+    x_BTD = transformer.embed_tokens(params, tokens_BT, jnp.dtype(model.compute_dtype))
+    for segment in stacks.segments(every, model.full_attention_every):
+        rows = stacks.cut(model, segment, params["layers"])
+        x_BTD, _ = stacks.scan(segment, body, x_BTD, rows, inputs)
+    return transformer.head_logits(model, params, x_BTD)
+
+
+def plain_experts(
+    model: cfg.Model, module: Any, x_BTD: Array, routes_BTX: Array, gates_BTX: Array
+) -> Float[Array, "B T D"]:
+    """The routed experts in the compute dtype; route -1 drops a pair."""
+    dtype = x_BTD.dtype
+    w_gate_up, w_down = module.gate_up[...].astype(dtype), module.down[...].astype(dtype)
+    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    return moe.expert_mlp(
+        routes_BTX,
+        gates_BTX,
+        model.experts,
+        lambda d: grouped_matmul(gather_rows(x_MD, d), w_gate_up, d),
+        lambda h_NbF, d: grouped_matmul(h_NbF, w_down, d),
+    )
+
+
+def plain_mlp(module: Any, x_BTD: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], None]:
+    """A dense MLP in the compute dtype."""
+    dtype = x_BTD.dtype
+    hidden = moe.swiglu(x_BTD @ module.gate_up[...].T.astype(dtype))
+    return hidden @ module.down[...].T.astype(dtype), None
