@@ -1,5 +1,6 @@
 """Oracles: the answers recomputed from the question, and splits checked by plain set algebra."""
 
+import dataclasses
 import json
 
 import pytest
@@ -167,3 +168,23 @@ def test_missing_empty_or_undecodable_jsonl_is_named(tmp_path):
         from_file(str(tmp_path / "b.jsonl"))
     with pytest.raises(ValueError, match=r"1 distinct questions .* more than eval_size=2"):
         from_file(write(tmp_path / "s.jsonl", GOOD, GOOD))
+
+
+def test_prompts_that_are_cut_keep_what_makes_the_model_answer(tmp_path):
+    lines = [{"prompt": letter * 30, "answer": "a"} for letter in "xy"]
+    path = write(tmp_path / "d.jsonl", *lines)
+    args = {"train_size": 1, "eval_size": 1, "prompts_per_step": 1, "overlong": "truncate"}
+    tokenizer = dataclasses.replace(
+        byte_tokenizer(),
+        template="{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}"
+        "<|im_start|>answer{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}",
+    )
+    for thinking, prefix in ((None, [257, *b"answer"]), (False, [257, *b"answer", 259, 260])):
+        data = cfg.Data(task=None, path=path, thinking=thinking, **args, max_prompt_tokens=12)
+        sets = build_prompts(data, tokenizer, 0)
+        assert sets.truncated == 2
+        for prompt in (*sets.train, *sets.held_out):
+            assert len(prompt.tokens) == 12 and list(prompt.tokens[-len(prefix) :]) == prefix
+        short = dataclasses.replace(data, max_prompt_tokens=len(prefix))
+        with pytest.raises(ValueError, match=rf"max_prompt_tokens: got {len(prefix)}, need > "):
+            build_prompts(short, tokenizer, 0)

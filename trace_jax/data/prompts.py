@@ -124,8 +124,13 @@ def _tokenise(
     """The prompts, how many were dropped and how many cut."""
     limit = data_cfg.max_prompt_tokens
     prompts, dropped, truncated = [], 0, 0
+    if data_cfg.overlong == "truncate":
+        prefix = len(tokenizer.answer_prefix(thinking=data_cfg.thinking))
+        where, need = "config.data.max_prompt_tokens", f"> {prefix} to cut prompts"
+        fix = "the template ends a prompt with that many tokens, which make the model answer"
+        require(limit > prefix, where, limit, need, fix)
     for item in items:
-        ids = tokenizer.prompt_ids(item.text, data_cfg.system_prompt)
+        ids = tokenizer.prompt_ids(item.text, data_cfg.system_prompt, thinking=data_cfg.thinking)
         if len(ids) > limit and data_cfg.overlong == "refuse":
             fix = "--set data.max_prompt_tokens=N, or data.overlong=drop or truncate"
             raise ValueError(message(item.uid, f"{len(ids)} tokens", f"at most {limit}", fix))

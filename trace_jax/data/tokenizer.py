@@ -6,19 +6,16 @@ chat template did not put there, because literals in the text are encoded as pla
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import pathlib
-import re
 from collections.abc import Mapping, Sequence
 
-import jinja2
-import jinja2.sandbox
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
 from trace_jax.checks import message, require
+from trace_jax.data import chat
 
 # Short on purpose, so that the prompts of a million-parameter model stay short. A conversation with
 # its answer extends the prompt: `<|im_start|>question<|im_start|>` + `answer<|im_end|>`.
@@ -47,7 +44,7 @@ class Tokenizer:
         if added.isdisjoint(ids):
             return ids
         ids = []
-        for piece in _break_literals(text, self._literals()):
+        for piece in chat.break_literals(text, self._literals()):
             ids.extend(self._raw_ids(piece))
         return ids
 
@@ -77,33 +74,54 @@ class Tokenizer:
             answer.pop()
         return self.decode(answer, special=True)
 
-    def prompt_ids(self, user_text: str, system: str | None = None) -> list[int]:
-        """Ids of one question after the chat template, ready for the answer.
+    def prompt_ids(
+        self, user_text: str, system: str | None = None, *, thinking: bool | None = None
+    ) -> list[int]:
+        """Ids of one question after the chat template, ready for the answer; see `chat_ids`."""
+        question = {"role": "user", "content": user_text}
+        first = [] if system is None else [{"role": "system", "content": system}]
+        return self.chat_ids([*first, question], thinking=thinking)
+
+    def chat_ids(
+        self, messages: Sequence[Mapping[str, str]], *, thinking: bool | None = None
+    ) -> list[int]:
+        """Ids of a conversation after the chat template, ready for the next answer.
 
         Equals the encoding of the rendered template (what other frameworks feed the model) unless
-        the texts contain literals of added tokens; those alone are encoded apart, as plain text.
-        Raises: ValueError if the tokenizer maps the text onto an added token in a way that cannot
-                be broken (a normaliser that rewrites look-alikes).
+        texts contain literals of added tokens; those alone are encoded apart, as plain text. In
+        earlier answers only special tokens are literals: `<think>` and its like are the model's own
+        markup, which templates look for (most drop the thinking of earlier answers).
+
+        Args:   messages: {"role": "system" | "user" | "assistant", "content": text}, in order.
+                thinking: on or off, if the template has a switch; None: its default.
+        Raises: ValueError for another role, a switch that the template does not have, or a text
+                that the tokenizer maps onto an added token in a way that cannot be broken (a
+                normaliser that rewrites look-alikes).
         """
-        texts = {"user": user_text} if system is None else {"system": system, "user": user_text}
-        literals = self._literals()
-        mark = next((c for c in _MARKS if not any(c in text for text in texts.values())), "")
-        assert mark, "a text that holds all 32 noncharacters"
-        messages = []
-        for role, text in texts.items():
-            require(
-                self._added().isdisjoint(self.encode(text)),
-                "tokenizer.prompt_ids",
-                f"a {role} text that normalises to a special token: {text[:80]!r}",
-                "text without one",
-            )
-            marked = mark.join(_break_literals(text, literals))
-            messages.append({"role": role, "content": marked})
-        rendered = self._render(messages)
+        mark = chat.free_mark([m["content"] for m in messages])
+        marked = []
+        for m in messages:
+            role, text = m["role"], m["content"]
+            need = f"one of {chat.ROLES}"
+            require(role in chat.ROLES, "tokenizer.chat_ids: role", repr(role), need)
+            literals = self._literals(special_only=role == "assistant")
+            pieces = chat.break_literals(text, literals)
+            if role != "assistant":
+                self._require_plain(text, role)
+            marked.append({"role": role, "content": mark.join(pieces)})
+        rendered = chat.render(self.template, marked, self.special, thinking=thinking)
         ids: list[int] = []
         for piece in rendered.split(mark):
             ids.extend(self._raw_ids(piece))
         return ids
+
+    def answer_prefix(self, *, thinking: bool | None = None) -> list[int]:
+        """The ids at the end of every prompt that make the model answer; [] if there are none."""
+        question = [{"role": "user", "content": "?"}]
+        args = (self.template, question, self.special)
+        whole = chat.render(*args, thinking=thinking)
+        bare = chat.render(*args, thinking=thinking, generation_prompt=False)
+        return self._raw_ids(whole.removeprefix(bare)) if whole.startswith(bare) else []
 
     def save(self, directory: str | pathlib.Path) -> None:
         """Writes the files that `load_tokenizer` (and Hugging Face) read."""
@@ -119,9 +137,13 @@ class Tokenizer:
         _write_json(directory / "tokenizer_config.json", config)
         _write_json(directory / "generation_config.json", generation)
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        template = _compiled(self.template)
-        return template.render(messages=messages, add_generation_prompt=True, **self.special)
+    def _require_plain(self, text: str, role: str) -> None:
+        require(
+            self._added().isdisjoint(self.encode(text)),
+            "tokenizer.prompt_ids",
+            f"a {role} text that normalises to a special token: {text[:80]!r}",
+            "text without one",
+        )
 
     def _raw_ids(self, text: str) -> list[int]:
         return self.hf.encode(text, add_special_tokens=False).ids
@@ -132,8 +154,9 @@ class Tokenizer:
     def _added(self) -> frozenset[int]:
         return frozenset(self.hf.get_added_tokens_decoder())
 
-    def _literals(self) -> tuple[str, ...]:
-        return tuple(t.content for t in self.hf.get_added_tokens_decoder().values())
+    def _literals(self, special_only: bool = False) -> tuple[str, ...]:
+        added = self.hf.get_added_tokens_decoder().values()
+        return tuple(t.content for t in added if t.special or not special_only)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -159,8 +182,10 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """Loads "byte" or a directory in Hugging Face layout.
 
     Args:    spec: "byte", or a directory with `tokenizer.json`, `tokenizer_config.json`, a chat
-             template (`chat_template.jinja`, else in the config) and `generation_config.json`,
-             whose `eos_token_id` are the stop ids (without that file: the config's eos_token).
+             template (`chat_template.jinja`, else in the config) and `generation_config.json`.
+             Stop ids are the union of its `eos_token_id`, the config's eos_token, and the special
+             token with which the template ends an answer: checkpoints of base models say
+             `<|endoftext|>` in one file and end turns with `<|im_end|>` in another.
     Raises:  ValueError naming the file and what is missing from it.
     """
     if spec == "byte":
@@ -169,7 +194,9 @@ def load_tokenizer(spec: str) -> Tokenizer:
     where = "config.data.tokenizer"
     require(directory.is_dir(), where, repr(spec), '"byte" or an existing directory')
     path = directory / "tokenizer.json"
-    require(path.is_file(), where, f"no {path.name} in {spec}", "the file of a fast tokenizer")
+    fix = "transformers writes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    need = "the file of a fast tokenizer"
+    require(path.is_file(), where, f"no {path.name} in {spec}", need, fix)
     try:
         hf = HfTokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception on a malformed file
@@ -179,11 +206,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
     config = _read_json(directory / "tokenizer_config.json")
     generation = _read_json(directory / "generation_config.json")
     special = {k: _content(v) for k, v in config.items() if k.endswith("_token") and _content(v)}
-    stop_ids = _stop_ids(hf, generation, special, spec)
+    template = chat.read_template(directory, config)
+    stop_ids = _stop_ids(hf, generation, special, template, spec)
     pad = hf.token_to_id(special["pad_token"]) if "pad_token" in special else None
     return Tokenizer(
         hf=hf,
-        template=_chat_template(directory, config),
+        template=template,
         special=special,
         pad_id=stop_ids[0] if pad is None else pad,  # padding is masked, so any id will do
         stop_ids=stop_ids,
@@ -192,70 +220,30 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def _stop_ids(
-    hf: HfTokenizer, generation: Mapping[str, object], special: Mapping[str, str], spec: str
+    hf: HfTokenizer,
+    generation: Mapping[str, object],
+    special: Mapping[str, str],
+    template: str,
+    spec: str,
 ) -> tuple[int, ...]:
-    """The checkpoint's own end-of-answer ids; one eos_token is often not all of them."""
+    """Every id with which this checkpoint ends an answer, those of generation_config first."""
+    eos = hf.token_to_id(special["eos_token"]) if "eos_token" in special else None
     ids = generation.get("eos_token_id")
-    if ids is None and "eos_token" in special:
-        ids = hf.token_to_id(special["eos_token"])
+    ids = eos if ids is None else ids
     ids = [ids] if isinstance(ids, int) else ids
-    require(
-        isinstance(ids, list) and len(ids) > 0 and all(type(i) is int for i in ids),
-        f"{spec}/generation_config.json",
-        f"eos_token_id {ids}",
-        "one id or a list of ids",
-        'add {"eos_token_id": [...]} or an eos_token in tokenizer_config.json',
-    )
+    fix = 'add {"eos_token_id": [...]} or an eos_token in tokenizer_config.json'
+    where, need = f"{spec}/generation_config.json", "one id or a list of ids of the tokenizer"
+    good = isinstance(ids, list) and len(ids) > 0 and all(type(i) is int for i in ids)
+    require(good, where, f"eos_token_id {ids}", need, fix)
     assert isinstance(ids, list)
-    return tuple(ids)
-
-
-def _chat_template(directory: pathlib.Path, config: Mapping[str, object]) -> str:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named ones
-        template = {t["name"]: t["template"] for t in template}.get("default")
-    require(
-        isinstance(template, str),
-        f"{directory}/tokenizer_config.json",
-        "no chat_template",
-        "one, or a file chat_template.jinja beside it",
-        "a base model has none: write a template such as '{{ messages[-1].content }}'",
-    )
-    return str(template)
-
-
-# Noncharacters: never in valid text files, and no tokenizer knows them. They mark where a literal
-# is broken while the template is rendered.
-_MARKS = tuple(chr(c) for c in range(0xFDD0, 0xFDF0))
-
-
-def _break_literals(text: str, literals: Sequence[str]) -> list[str]:
-    """Cuts `text` inside every literal, after its first character, so that none survives whole."""
-    if not any(literal in text for literal in literals):
-        return [text]
-    longest_first = sorted((x for x in literals if x), key=len, reverse=True)
-    # A lookahead finds overlapping literals too; a one-character literal cannot be cut.
-    pattern = re.compile("(?=" + "|".join(map(re.escape, longest_first)) + ")")
-    cuts = [found.start() + 1 for found in pattern.finditer(text)]
-    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(template: str) -> jinja2.Template:
-    """Compiled as Hugging Face compiles chat templates; a template is not trusted code."""
-
-    def raise_exception(text: str) -> None:
-        raise jinja2.exceptions.TemplateError(text)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
-    environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(template)
+    unknown = [i for i in ids if i < 0 or hf.id_to_token(i) is None]
+    require(not unknown, where, f"eos_token_id {unknown}, of no token", need, fix)
+    ids = ids if eos is None else [*ids, eos]
+    after = chat.turn_end(template, special).lstrip()
+    for i, token in hf.get_added_tokens_decoder().items():
+        if token.special and token.content and after.startswith(token.content):
+            ids = [*ids, i]
+    return tuple(dict.fromkeys(ids))
 
 
 def _byte_chars() -> list[str]:
