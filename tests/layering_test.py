@@ -23,6 +23,7 @@ RANKS: list[tuple[str, ...]] = [
     ("plots", "qat", "summary"),
     ("models", "report"),
     ("weight_sync",),
+    ("hf",),
     ("parity", "policy", "rollout"),
     ("evaluate", "update"),
     ("stages",),

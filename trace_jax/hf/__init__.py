@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints in and out: configurations, names, safetensors, NVFP4."""
