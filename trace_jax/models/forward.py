@@ -5,6 +5,7 @@ What a checkpoint computes, for parity tests, inspection and calibration. The tr
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,29 @@ class _Layer:
 def _logits(
     model: cfg.Model, params: Params, tokens_BT: Array, valid_BT: Array, routes_LBTX: Array | None
 ) -> Array:
+    inputs = {"routes": (layer_kinds.layers_with(model, "moe"), routes_LBTX)}
+    inputs = {} if routes_LBTX is None else inputs
+
+    def feed(module: Any, x_BTD: Array, routes: Array | None, gates: Array | None, _: Any) -> Any:
+        return plain_feed(model, module, x_BTD, routes, gates), {}
+
+    return observe(model, params, tokens_BT, valid_BT, feed, inputs)[0]
+
+
+def observe(
+    model: cfg.Model,
+    params: Params,
+    tokens_BT: Int[Array, "B T"],
+    valid_BT: Bool[Array, "B T"],
+    feed: Callable[..., tuple[Array, dict[str, Any]]],
+    inputs: dict[str, stacks.Rows] | None = None,
+) -> tuple[Float[Array, "B T V"], dict[str, stacks.Rows]]:
+    """Logits, and what `feed` hands back of each layer, by name; to be traced under jit.
+
+    Args: feed: (module, x_BTD, routes_BTX, gates_BTX, inputs of the layer) -> (y_BTD, outputs);
+          routes are -1 where a token is invalid, both None of a dense layer. inputs: rows that
+          layers get (`stacks.scan`); "routes" replace the router's choice.
+    """
     view = transformer.make_layer_view(model)
     position_BT = jnp.maximum(jnp.cumsum(valid_BT, axis=1) - 1, 0)
     T = tokens_BT.shape[1]
@@ -62,25 +86,33 @@ def _logits(
     def mix_linear(module: Any, x_BTD: Array) -> tuple[Array, None]:
         return module(x_BTD, None, valid_BT)[0], None
 
-    def experts(module: Any, x_BTD: Array, routes: Array, gates: Array) -> tuple[Array, None]:
-        routes = jnp.where(valid_BT[..., None], routes, -1)
-        return plain_experts(model, module, x_BTD, routes, gates), None
+    def body(x_BTD: Array, what: _Layer, layer: Params, here: dict[str, Array]) -> Any:
+        def fed(module: Any, x_BTD: Array, routes: Any = None, gates: Any = None) -> Any:
+            if routes is not None:
+                routes = jnp.where(valid_BT[..., None], routes, -1)
+            return feed(module, x_BTD, routes, gates, here)
 
-    def body(x_BTD: Array, what: _Layer, layer: Params, inputs: dict[str, Array]) -> Any:
         mix = attend if what.kind.mixer == "attention" else mix_linear
-        feed = experts if what.kind.ffn == "moe" else plain_mlp
         block = view(what.kind, layer)
-        x_BTD, _ = block(x_BTD, position_BT, mix, feed, inputs.get("routes"))
-        return x_BTD, {}
+        x_BTD, kept = block(x_BTD, position_BT, mix, fed, here.get("routes"))
+        return x_BTD, kept.feed
 
-    every = [_Layer(kind=kind) for kind in layer_kinds.kinds(model)]
-    inputs = {"routes": (layer_kinds.layers_with(model, "moe"), routes_LBTX)}
-    inputs = {} if routes_LBTX is None else inputs
+    every, parts = [_Layer(kind=kind) for kind in layer_kinds.kinds(model)], []
     x_BTD = transformer.embed_tokens(params, tokens_BT, jnp.dtype(model.compute_dtype))
     for segment in stacks.segments(every, model.full_attention_every):
         rows = stacks.cut(model, segment, params["layers"])
-        x_BTD, _ = stacks.scan(segment, body, x_BTD, rows, inputs)
-    return transformer.head_logits(model, params, x_BTD)
+        x_BTD, outputs = stacks.scan(segment, body, x_BTD, rows, inputs)
+        parts.append(outputs)
+    return transformer.head_logits(model, params, x_BTD), stacks.join(parts)
+
+
+def plain_feed(
+    model: cfg.Model, module: Any, x_BTD: Array, routes: Array | None, gates: Array | None
+) -> Float[Array, "B T D"]:
+    """Experts or dense MLP, as the module is; routes and gates are None for a dense one."""
+    if routes is None:
+        return plain_mlp(module, x_BTD)[0]
+    return plain_experts(model, module, x_BTD, routes, gates)
 
 
 def plain_experts(
