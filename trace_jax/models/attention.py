@@ -1,5 +1,6 @@
 """Grouped-query attention, RMSNorm and rotary positions, shared by the trainer and the sampler."""
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -20,14 +21,32 @@ def rms_norm(
     return (wide * scale * weight).astype(x.dtype)
 
 
+def rotary_frequencies(model: cfg.Model) -> Float[Array, " half"]:
+    """Radians a position turns each pair of dimensions by, float32.
+
+    Math:    f_i = theta ** (-i / half) over the rotated part of a head. With `rope_llama3`
+             (factor, low, high, context), pairs that turn fewer than `low` times in the old
+             context turn `factor` times slower, those that turn more than `high` times stay, and
+             between them the two are mixed linearly in the number of turns.
+    Source:  Llama 3.1's `rope_type: llama3`.
+    """
+    half = int(model.head_dim * model.rotary_fraction) // 2
+    exponent = jnp.arange(half, dtype=jnp.float32) / jnp.float32(half)
+    frequency = jnp.float32(model.rope_theta) ** -exponent
+    if model.rope_llama3 is None:
+        return frequency
+    factor, low, high, context = model.rope_llama3
+    turns = frequency * jnp.float32(context / (2 * math.pi))
+    kept = jnp.clip((turns - jnp.float32(low)) / jnp.float32(high - low), 0, 1)
+    return frequency * (kept + (1 - kept) / jnp.float32(factor))
+
+
 def rotary(
     model: cfg.Model, position_BT: Int[Array, "B T"]
 ) -> Callable[[Float[Array, "B T H K"]], Float[Array, "B T H K"]]:
     """Rotary positions, rotate-half form, of the first `rotary_fraction` of a head, in float32."""
-    rotated = int(model.head_dim * model.rotary_fraction)
-    half = rotated // 2
-    exponent = jnp.arange(half, dtype=jnp.float32) / jnp.float32(half)
-    frequency = jnp.float32(model.rope_theta) ** -exponent
+    frequency = rotary_frequencies(model)
+    rotated = 2 * frequency.shape[0]
     angle = position_BT.astype(jnp.float32)[..., None, None] * frequency[None, None, None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
 
