@@ -110,7 +110,7 @@ def plain_feed(
     model: cfg.Model, module: Any, x_BTD: Array, routes: Array | None, gates: Array | None
 ) -> Float[Array, "B T D"]:
     """Experts or dense MLP, as the module is; routes and gates are None for a dense one."""
-    if routes is None:
+    if routes is None or gates is None:
         return plain_mlp(module, x_BTD)[0]
     return plain_experts(model, module, x_BTD, routes, gates)
 
