@@ -191,7 +191,7 @@ def chunked_rule(
     Source:  arXiv 2412.06464, section 3.3 (the extended WY representation).
     """
     B, T, H, _ = q.shape
-    # Powers of two, so that a little padding changes no bits.
+    # Few lengths: with another one float32 sums round differently, and padding would show more.
     C = min(chunk, max(16, 1 << (T - 1).bit_length()))
     N = -(-T // C)
 
