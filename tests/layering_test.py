@@ -19,16 +19,18 @@ RANKS: list[tuple[str, ...]] = [
     ("config_checks",),
     ("config", "types"),
     ("stacks",),
-    ("checkpoint", "data", "guidance", "metrics", "overrides", "reward", "rl"),
+    ("checkpoint", "data", "guidance", "metrics", "overrides", "reward", "rl", "upcycle"),
     ("plots", "qat", "summary"),
     ("models", "report"),
     ("weight_sync",),
     ("hf",),
-    ("parity", "policy", "rollout"),
+    ("parity", "policy", "ptq", "rollout", "sources"),
     ("evaluate", "update"),
     ("stages",),
     ("aot", "loop"),
     ("compare", "sensitivity"),
+    ("inspection",),
+    ("inspection_text",),
 ]
 RANK_OF = {f"trace_jax.{name}": rank for rank, names in enumerate(RANKS) for name in names}
 
