@@ -204,7 +204,7 @@ class Reader:
         assert out.flags.c_contiguous and out.dtype == stored.dtype
         if stored.file not in self._files:
             self._files[stored.file] = os.open(stored.file, os.O_RDONLY)
-        descriptor, view = self._files[stored.file], memoryview(out.reshape(-1).view(np.uint8))
+        descriptor, view = self._files[stored.file], out.reshape(-1).view(np.uint8).data
         done = 0
         while done < out.nbytes:
             got = os.preadv(descriptor, [view[done:]], stored.offset + skip + done)
@@ -233,6 +233,6 @@ def write(
         for (name, (dtype, shape)), value in zip(tensors.items(), values, strict=True):
             value = np.ascontiguousarray(value).reshape(shape)
             assert value.dtype == np.dtype(dtype), (name, value.dtype)
-            file.write(memoryview(value.reshape(-1).view(np.uint8)))
+            file.write(value.reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())

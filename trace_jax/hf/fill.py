@@ -21,7 +21,8 @@ from trace_jax.types import Params
 
 _CHUNK = 64 * 2**20  # bytes of an embedding read at once
 _LONG = 2**30  # bytes of a checkpoint from which on progress is shown
-_Slabs = dict[tuple[names.Path, int], np.ndarray]
+_Slab = tuple[names.Path, int | None]
+_Slabs = dict[_Slab, np.ndarray]
 
 
 @runtime_checkable
@@ -60,30 +61,23 @@ def fill(
         tuple(key.key for key in path): _Leaf(shape, sharding(tuple(key.key for key in path)))
         for path, shape in jax.tree_util.tree_leaves_with_path(shapes)
     }
-    missing = collections.Counter(
-        (place.path, place.index[0]) for row in table for place in row.places if place.index
-    )
+    left = collections.Counter(place.slab for row in table for place in row.places)
     dtypes = _slab_dtypes(source, table)
-    total = sum(math.prod(row.shape) * source.dtype(row.name).itemsize for row in table)
+    total = sum(_bytes(source, row) for row in table)
     slabs: _Slabs = {}
     show = progress(total >> 20, "reading MiB") if total >= _LONG else None
     done = 0
     for row in table:
-        if not row.places[0].index:  # a leaf that is no stack of layers: one tensor
-            _fill_whole(source, row, leaves[row.places[0].path])
+        first, number = row.places[0].slab
+        if number is None:  # a leaf that is no stack of layers: one tensor
+            _fill_whole(source, row, leaves[first])
         else:
-            for place in row.places:
-                key = (place.path, place.index[0])
-                if key not in slabs:
-                    shape = leaves[place.path].shape[1:]
-                    slabs[key] = files.empty((1, *shape), dtypes[key])
-            _read(source, row, slabs)
-            for place in row.places:
-                key = (place.path, place.index[0])
-                missing[key] -= 1
-                if not missing[key]:
-                    leaves[place.path].put(slabs.pop(key), place.index[0])
-        before, done = done >> 20, done + math.prod(row.shape) * source.dtype(row.name).itemsize
+            _read(source, row, slabs, leaves, dtypes)
+            for path, number in (place.slab for place in row.places):
+                left[path, number] -= 1
+                if not left[path, number]:
+                    leaves[path].put(slabs.pop((path, number)), number or 0)
+        before, done = done >> 20, done + _bytes(source, row)
         if show is not None and done >> 20 > before:
             show.update((done >> 20) - before)
     if show is not None:
@@ -94,22 +88,34 @@ def fill(
     )
 
 
-def _slab_dtypes(
-    source: Source, table: Sequence[names.Tensor]
-) -> dict[tuple[names.Path, int], np.dtype]:
+def _bytes(source: Source, row: names.Tensor) -> int:
+    return math.prod(row.shape) * source.dtype(row.name).itemsize
+
+
+def _slab_dtypes(source: Source, table: Sequence[names.Tensor]) -> dict[_Slab, np.dtype]:
     """What each layer's part of a leaf is read as: float32 where its tensors differ."""
-    found: dict[Any, set[np.dtype]] = {}
+    found: dict[_Slab, set[np.dtype]] = {}
     for row in table:
         for place in row.places:
-            if place.index:
-                found.setdefault((place.path, place.index[0]), set()).add(source.dtype(row.name))
+            found.setdefault(place.slab, set()).add(source.dtype(row.name))
     wide = np.dtype(np.float32)
-    return {key: next(iter(some)) if len(some) == 1 else wide for key, some in found.items()}
+    return {slab: next(iter(some)) if len(some) == 1 else wide for slab, some in found.items()}
 
 
-def _read(source: Source, row: names.Tensor, slabs: _Slabs) -> None:
-    """Reads one tensor into its places."""
-    views = [slabs[place.path, place.index[0]][(0, *place.index[1:])] for place in row.places]
+def _read(
+    source: Source,
+    row: names.Tensor,
+    slabs: _Slabs,
+    leaves: Mapping[names.Path, "_Leaf"],
+    dtypes: Mapping[_Slab, np.dtype],
+) -> None:
+    """Reads one tensor into its places; makes room for them where it is the first there."""
+    views = []
+    for place in row.places:
+        if place.slab not in slabs:
+            shape = (1, *leaves[place.path].shape[1:])
+            slabs[place.slab] = files.empty(shape, dtypes[place.slab])
+        views.append(slabs[place.slab][(0, *place.within)])
     kind = source.dtype(row.name)
     if row.plain and views[0].flags.c_contiguous and views[0].dtype == kind:
         source.read_into(row.name, views[0])
@@ -120,8 +126,7 @@ def _read(source: Source, row: names.Tensor, slabs: _Slabs) -> None:
 
 def _fill_whole(source: Source, row: names.Tensor, leaf: "_Leaf") -> None:
     count = row.shape[0]
-    size = math.prod(row.shape) * source.dtype(row.name).itemsize
-    step = max(1, count * _CHUNK // max(size, 1))
+    step = max(1, count * _CHUNK // max(_bytes(source, row), 1))
     for start in range(0, count, step):
         leaf.put(source.rows(row.name, start, min(start + step, count)), start)
 

@@ -43,6 +43,18 @@ class Place:
     path: Path
     index: Index
 
+    @property
+    def slab(self) -> tuple[Path, int | None]:
+        """The leaf and which row of its stack it lies in; None if the leaf is no stack."""
+        row = self.index[0] if self.index else None
+        assert not isinstance(row, slice)
+        return self.path, row
+
+    @property
+    def within(self) -> Index:
+        """Where it lies in that row."""
+        return self.index[1:]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensor:
