@@ -56,7 +56,7 @@ def evaluate(quant, batch):
 
 
 def spec(**changes):
-    right = qat_plan.guidance_spec(cfg.Quant(), 2)
+    right = qat_plan.guidance_spec(cfg.Quant(), MODEL)
     return dataclasses.replace(right, **changes)
 
 

@@ -5,6 +5,9 @@
               expert w   -> quantised from the BF16 cast of the master weight, as in the sampler
               hidden     -> quantised per row (the input of the second expert matmul)
 
+Dense MLPs, where they are quantised, are treated as experts are. Gated DeltaNet layers and shared
+experts stay in the compute dtype.
+
 Log-probabilities are those of softmax(logits / temperature) over the full vocabulary in float32:
 the same definition as the sampler's.
 """
@@ -18,8 +21,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax import config as cfg
+from trace_jax import layer_kinds, stacks
 from trace_jax.checks import require
-from trace_jax.formats import Format
 from trace_jax.guidance.record import Guidance, SiteRecord, StoredGuidance
 from trace_jax.models import attention, moe, transformer
 from trace_jax.models.grouped_matmul import Dispatch, gather_rows, grouped_matmul
@@ -30,6 +33,7 @@ from trace_jax.qat.transform import quantize_params
 from trace_jax.rl import replay
 from trace_jax.types import Batch, Mean, Params
 
+_RECORD, _FOLLOW = "record/", "follow/"
 CODED = "quant/coded/"  # share of values with a code other than zero: by site, and by audited path
 LogProbs = Callable[..., tuple[Array, dict[str, Mean]]]
 
@@ -51,7 +55,7 @@ def make_log_probs(
         "replayed routes: the record is of the rollout's experts",
         "loss.replay=true, or quant.guide_hidden=false",
     )
-    segments = qat_plan.side_segments(quant, model.layers, quant.trainer)
+    segments = qat_plan.side_segments(quant, model, quant.trainer)
     view = transformer.make_layer_view(model)
     dtype = jnp.dtype(model.compute_dtype)
 
@@ -63,27 +67,32 @@ def make_log_probs(
         position_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
         x_BSD = transformer.embed_tokens(params, tokens_BS, dtype)
         counts: dict[str, Mean] = {}
+
+        def body(x_BSD: Array, plan: qat_plan.LayerPlan, layer: Params, inputs: dict[str, Any]):
+            run = _Layer(model, quant, plan, valid_BS, inputs)
+            x_BSD = run(view, layer, x_BSD, position_BS, replay_routes)
+            # scan stacks what it hands back over layers, and a `Mean` holds scalars
+            return x_BSD, {name: (mean.total, mean.count) for name, mean in run.counts.items()}
+
         for segment in segments:
-            layer = _Layer(model, quant, segment.plan, valid_BS, position_BS)
-            xs = _segment_inputs(segment, params, batch, follow)
-            body = layer.body(view, replay_routes)
+            inputs = _segment_inputs(segment, model, batch, follow)
             with jax.named_scope(f"layers[{segment.start}:{segment.stop}]"):
-                x_BSD, stacked = jax.lax.scan(body, x_BSD, xs)
-            _add_up(counts, stacked, segment)
-        logits = transformer.head_logits(params, x_BSD, model.norm_eps)
+                stack = stacks.cut(model, segment, params["layers"])
+                x_BSD, stacked = stacks.scan(segment, body, x_BSD, stack, inputs)
+            _add_up(counts, stacked)
+        logits = transformer.head_logits(model, params, x_BSD)
         return token_logprobs(logits, batch.tokens_BT[:, 1:], temperature), counts
 
     return log_probs
 
 
-def _add_up(counts: dict[str, Mean], stacked: Any, segment: qat_plan.Segment) -> None:
+def _add_up(counts: dict[str, Mean], stacked: dict[str, stacks.Rows]) -> None:
     """Counts of a segment's layers, summed; those of codes also layer by layer, for the audit."""
-    for name, (total_L, count_L) in stacked.items():
+    for name, (ids, (total_L, count_L)) in stacked.items():
         if name.startswith(CODED):
-            site = name.removeprefix(CODED)
-            for i in range(segment.stop - segment.start):
-                path = policy_recipe.site_path(site, segment.start + i)
-                counts[f"{CODED}{path}"] = Mean(total=total_L[i], count=count_L[i])
+            for row, layer in enumerate(ids):
+                path = policy_recipe.site_path(name.removeprefix(CODED), layer)
+                counts[f"{CODED}{path}"] = Mean(total=total_L[row], count=count_L[row])
         of_segment = Mean(total=jnp.sum(total_L), count=jnp.sum(count_L))
         counts[name] = counts[name] + of_segment if name in counts else of_segment
 
@@ -100,8 +109,9 @@ def token_logprobs(
 def _check_records(batch: Batch, model: cfg.Model, quant: cfg.Quant) -> None:
     """Routes are of this model's layers, and guidance is what a rollout under `quant` records."""
     routes, guidance = batch.routes_LBSX, batch.guidance
-    layers = model.layers if routes is None else len(routes)
-    require(layers == model.layers, "policy: layers of the routes", layers, model.layers)
+    moe_layers = len(layer_kinds.layers_with(model, "moe"))
+    layers = moe_layers if routes is None else len(routes)
+    require(layers == moe_layers, "policy: layers of the routes", layers, moe_layers)
     require(
         guidance is not None or routes is None or quant.trainer != "trace",
         "policy: guidance of a rollout batch",
@@ -112,7 +122,7 @@ def _check_records(batch: Batch, model: cfg.Model, quant: cfg.Quant) -> None:
     fix = "take micro-batches of it (`data.batching.micro_batches`): they bring the records"
     stored = isinstance(guidance, StoredGuidance)
     require(not stored, "policy: guidance of a rollout batch", "tickets of a store", "arrays", fix)
-    expected = qat_plan.guidance_spec(quant, model.layers)
+    expected = qat_plan.guidance_spec(quant, model)
     require(
         guidance is None or quant.trainer == "bf16" or guidance.spec == expected,
         "policy: guidance of a rollout batch",
@@ -123,104 +133,114 @@ def _check_records(batch: Batch, model: cfg.Model, quant: cfg.Quant) -> None:
 
 
 def _segment_inputs(
-    segment: qat_plan.Segment, params: Params, batch: Batch, follow: dict[str, Array] | None
-) -> tuple[Any, Any, Any]:
-    """Of the segment's layers: parameters, routes, and (records, whether to follow) by site."""
-    rows = slice(segment.start, segment.stop)
-    layers = jax.tree.map(lambda a: a[rows], params["layers"])
-    routes = None if batch.routes_LBSX is None else batch.routes_LBSX[rows]
-    records = None
-    if segment.plan.recorded and batch.guidance is not None:
+    segment: stacks.Segment, model: cfg.Model, batch: Batch, follow: dict[str, Array] | None
+) -> dict[str, stacks.Rows]:
+    """What the segment's layers need: routes, records by site, and whether to follow them."""
+    inputs: dict[str, stacks.Rows] = {}
+    if batch.routes_LBSX is not None:
+        inputs["routes"] = layer_kinds.layers_with(model, "moe"), batch.routes_LBSX
+    kept = {site for plan in segment.period for site in plan.recorded}
+    if kept and batch.guidance is not None:
         guidance = batch.guidance
         assert isinstance(guidance, Guidance)  # `_check_records`
-        records = {}
-        for site in segment.plan.recorded:
-            first = guidance.spec.layers_of(site).index(segment.start)
-            kept = slice(first, first + segment.stop - segment.start)
-            records[site] = jax.tree.map(lambda a, kept=kept: a[kept], guidance.sites[site])
-    return layers, routes, (records, jax.tree.map(lambda a: a[rows], follow))
+        for site in guidance.spec.sites:
+            if site in kept:
+                rows = guidance.spec.layers_of(site), guidance.sites[site]
+                inputs[f"{_RECORD}{site}"] = rows
+    for site, here_L in (follow or {}).items():
+        inputs[f"{_FOLLOW}{site}"] = tuple(range(model.layers)), here_L
+    return inputs
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """One layer of the trainer under one plan, ready to be scanned."""
+    """One layer of the trainer under its plan, with its inputs; collects its counts."""
 
     model: cfg.Model
     quant: cfg.Quant
     plan: qat_plan.LayerPlan
     valid_BS: Bool[Array, "B S"]
-    position_BS: Int[Array, "B S"]
-    follow: dict[str, Bool[Array, ""]] | None = None  # None: wherever there is a record
+    inputs: dict[str, Any]  # by name, see `_segment_inputs`
+    counts: dict[str, Mean] = dataclasses.field(default_factory=dict)
 
-    def body(self, view, replay_routes: bool):
-        def scan_body(x_BSD, xs):
-            layer, routes_BSX, (records, follow) = xs
-            if self.plan.weights is not None:
-                rule = policy_recipe.expert_weights(self.plan.weights)
-                layer = quantize_params(layer, Recipe(rules=(rule,)))
-            counts: dict[str, Mean] = {}
-            run = dataclasses.replace(self, follow=follow)
-            used = routes_BSX if replay_routes else None
-            x_BSD, (logits, _, _, _) = view(layer)(
-                x_BSD,
-                self.position_BS,
-                lambda q, k, v: (run.attend(q, k, v, records, counts), None),
-                lambda m, x, r, g: (run.experts(m, x, r, g, records, counts), None),
-                used,
-            )
-            if routes_BSX is not None:
-                mismatch = replay.route_mismatch(logits, routes_BSX, self.valid_BS)
-                counts["parity/route_mismatch"] = mismatch
-            # scan stacks what it hands back over layers, and a `Mean` holds scalars
-            return x_BSD, {name: (mean.total, mean.count) for name, mean in counts.items()}
+    def __call__(self, view, layer, x_BSD, position_BS, replay_routes: bool):
+        """x after the layer."""
+        if self.plan.weights is not None:
+            rule = policy_recipe.matrices(self.plan.kind.ffn, self.plan.weights)
+            layer = quantize_params(layer, Recipe(rules=(rule,)))
+        routes_BSX = self.inputs.get("routes")
+        x_BSD, kept = view(self.plan.kind, layer)(
+            x_BSD,
+            position_BS,
+            lambda *args: (self.mix(*args), None),
+            lambda *args: (self.feed(*args), None),
+            routes_BSX if replay_routes else None,
+        )
+        if routes_BSX is not None:
+            mismatch = replay.route_mismatch(kept.router_logits, routes_BSX, self.valid_BS)
+            self.counts["parity/route_mismatch"] = mismatch
+        return x_BSD
 
-        return scan_body
+    def mix(self, *args):
+        return self.attend(*args) if self.plan.kind.mixer == "attention" else self.linear(*args)
 
-    def attend(self, q, k, v, records, counts):
-        if self.plan.kv is not None:
-            k = self.site("k", k, records, counts, self.plan.kv)
-            v = self.site("v", v, records, counts, self.plan.kv)
+    def feed(self, *args):
+        return self.experts(*args) if self.plan.kind.ffn == "moe" else self.mlp(*args)
+
+    def linear(self, module, x):
+        return module(x, None, self.valid_BS)[0]
+
+    def attend(self, q, k, v):
+        k, v = self.site("k", k), self.site("v", v)
         S = q.shape[1]
         causal = jnp.broadcast_to(jnp.tril(jnp.ones((1, S, S), bool)), (q.shape[0], S, S))
         return attention.attend(q, k, v, causal)
 
-    def experts(self, params, x, routes, gates, records, counts):
+    def mlp(self, params, x):
+        w_gate_up, w_down = params.gate_up[...].astype(x.dtype), params.down[...].astype(x.dtype)
+        hidden = moe.swiglu(moe.matmul(self.site("mlp_in", x), w_gate_up))
+        return moe.matmul(self.site("mlp_hidden", hidden), w_down)
+
+    def experts(self, params, x, routes, gates):
         routes = jnp.where(self.valid_BS[..., None], routes, -1)
         w_gate_up, w_down = params.gate_up[...], params.down[...]
-        if self.plan.acts is not None:
-            x = self.site("expert_in", x, records, counts, self.plan.acts)
+        x = self.site("expert_in", x)
         x_MD = x.reshape(-1, x.shape[-1])
 
         def gate_up(d: Dispatch) -> Array:
             return grouped_matmul(gather_rows(x_MD, d), w_gate_up.astype(x.dtype), d)
 
         def down(h_NbF: Array, d: Dispatch) -> Array:
-            if self.plan.acts is not None:
-                h_NbF = self.hidden_site(h_NbF, d, records, counts, self.plan.acts)
+            h_NbF = self.hidden_site(h_NbF, d)
             return grouped_matmul(h_NbF, w_down.astype(x.dtype), d)
 
         return moe.expert_mlp(routes, gates, self.model.experts, gate_up, down)
 
-    def hidden_site(self, h_NbF, dispatch: Dispatch, records, counts, format: Format):
+    def hidden_site(self, h_NbF, dispatch: Dispatch):
         """The hidden rows sit in the blocked layout, so the record (B, S, X, ...) goes there."""
-        rows, pairs = records, dispatch.slot_MX.size
+        pairs = dispatch.slot_MX.size
         valid = dispatch.pair_R.reshape(h_NbF.shape[:2]) < pairs
-        if records is not None and "expert_hidden" in records:
+        record = self.inputs.get(f"{_RECORD}expert_hidden")
 
-            def to_rows(a: Array) -> Array:
-                return gather_rows(a.reshape(pairs, a.shape[-1]), dispatch, per_pair=True)
+        def to_rows(a: Array) -> Array:
+            return gather_rows(a.reshape(pairs, a.shape[-1]), dispatch, per_pair=True)
 
-            rows = {"expert_hidden": jax.tree.map(to_rows, records["expert_hidden"])}
-        return self.site("expert_hidden", h_NbF, rows, counts, format, valid)
+        return self.site("expert_hidden", h_NbF, jax.tree.map(to_rows, record), valid)
 
-    def site(self, name: str, x, records, counts, format: Format, valid=None):
-        """Quantises at one site, guided or not, and adds its counts."""
-        record: SiteRecord | None = None if records is None else records.get(name)
+    def site(self, name: str, x, record: SiteRecord | None = None, valid=None):
+        """Quantises at one site, guided or not, and adds its counts.
+
+        Args: record, valid: None: as they came, for values of one row a token.
+        """
+        format = self.plan.format_of(name)
+        if format is None:
+            return x
         if valid is None:
+            record = self.inputs.get(f"{_RECORD}{name}")
             valid = self.valid_BS.reshape(*self.valid_BS.shape, *(1,) * (x.ndim - 3))
             valid = jnp.broadcast_to(valid, x.shape[:-1])
-        if self.follow is not None:
-            valid = valid & self.follow[name]
+        if (follow := self.inputs.get(f"{_FOLLOW}{name}")) is not None:
+            valid = valid & follow
         site = sites.Site(
             format=format,
             kind=self.quant.guide,
@@ -230,14 +250,18 @@ class _Layer:
         guided = self.quant.trainer == "trace"
         with jax.named_scope(f"quantize[{name}]"):
             y, stats = sites.quantize_site(x, record, valid, site, guided=guided)
+        self._count(name, stats, compared=record is not None)
+        return y
+
+    def _count(self, name: str, stats: sites.SiteStats, *, compared: bool) -> None:
+        counts = self.counts
         counts[f"{CODED}{name}"] = stats.coded
         counts[f"quant/nonfinite_blocks/{name}"] = stats.nonfinite
-        if record is not None:
-            compared = "agreement" if self.quant.guide == "codes" else "bit_agreement"
-            counts[f"guide/{compared}/{name}"] = stats.agreement
+        if compared:
+            agreement = "agreement" if self.quant.guide == "codes" else "bit_agreement"
+            counts[f"guide/{agreement}/{name}"] = stats.agreement
             counts[f"quant/code_flip_rate/{name}"] = stats.flips
             counts[f"guide/scale_equal/{name}"] = stats.scale_equal
             counts[f"guide/undecoded/{name}"] = stats.undecoded
             for kind in ("zero_scales", "nan_scales", "saturated_blocks"):
                 counts[f"quant/{kind}/{name}"] = getattr(stats, kind)
-        return y

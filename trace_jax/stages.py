@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trace_jax import config as cfg
-from trace_jax import parity, policy, update, weight_sync
+from trace_jax import parity, policy, sources, update, weight_sync
 from trace_jax.checks import require
 from trace_jax.data import batching
 from trace_jax.data.prompts import PromptSets, build_prompts
@@ -54,6 +54,7 @@ class Stages:
 def build(config: cfg.Config) -> Stages:
     """Builds the stages. Reads the data, compiles nothing yet."""
     tokenizer = load_tokenizer(config.data.tokenizer)
+    sources.require_tokenizer_fits(tokenizer.vocab_size, config.model, "config.data.tokenizer")
     prompts = build_prompts(config.data, tokenizer, config.seed)
     programs = _programs(
         config.model,
@@ -232,7 +233,7 @@ def _guidance_metrics(trajectories: Sequence[Trajectory], config: cfg.Config) ->
         return {"guide/bytes_per_token": 0.0}
     processed = sum(len(t.tokens_T) - 1 for t in trajectories)
     recorded = health.record_bytes(records) / processed
-    spec = qat_plan.guidance_spec(config.quant, config.model.layers)
+    spec = qat_plan.guidance_spec(config.quant, config.model)
     expected = qat_plan.bytes_per_token(spec, config.model)
     assert abs(recorded - expected) < 1e-6, (recorded, expected)
     # what only measures agreement (a trainer that does not follow) is not a cost of the method

@@ -52,7 +52,7 @@ class Trajectory:
     tokens_T: np.ndarray  # int32, prompt then response, without padding
     prompt_length: int  # tokens
     sampler_logprobs_R: np.ndarray  # float32, nats, of the response tokens
-    routes_SLX: np.ndarray  # int16, experts chosen by the rollout
+    routes_SLX: np.ndarray  # int16, experts chosen by the rollout; L: MoE layers (dense model: 0)
     # numpy leaves with leading axes (layers, S), or where a store keeps them; None in bf16 rollouts
     guidance: Guidance | Ticket | None
     finish_reason: str  # "stop" (a stop token was sampled; it is the last token) or "length"
@@ -83,7 +83,8 @@ class Batch:
     loss_mask_BS: Bool[Array, "B S"] | HostArray  # True where token s+1 was sampled
     sampler_logprobs_BS: Float[Array, "B S"] | HostArray  # nats, mu; 0 where loss_mask is False
     advantages_B: Float[Array, " B"] | HostArray
-    routes_LBSX: Int[Array, "L B S X"] | HostArray | None  # None: supervised, no replay
+    # L: MoE layers, 0 of a dense model, whose X means nothing; None: supervised, no replay
+    routes_LBSX: Int[Array, "L B S X"] | HostArray | None
     # leaves (layers, B, S, ...), or still in a store (micro-batches bring it); None: not recorded
     guidance: Guidance | StoredGuidance | None
     old_logprobs_BS: Float[Array, "B S"] | HostArray | None = None  # nats, pi_old

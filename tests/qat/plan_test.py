@@ -1,9 +1,11 @@
 """Oracles: layers counted by hand, and the paper's bytes per token."""
 
+import dataclasses
+
 import pytest
 
 from trace_jax import config as cfg
-from trace_jax import formats
+from trace_jax import formats, layer_kinds
 from trace_jax.guidance.record import GuidanceSpec
 from trace_jax.qat import plan
 
@@ -11,11 +13,17 @@ from trace_jax.qat import plan
 PAPER = {"width": 2048, "kv_heads": 2, "head_dim": 256, "heads": 16, "experts": 256}
 QWEN = cfg.Model(layers=40, experts_per_token=8, expert_ffn=512, **PAPER)
 ONE = {"acts": "nvfp4:global_rule=one", "kv": "nvfp4:global_rule=one"}
+MOE = layer_kinds.Kind(mixer="attention", ffn="moe")
 NVFP4, KV = formats.get("nvfp4"), formats.get("nvfp4:global_rule=one")
 
 
+def of_depth(layers: int) -> cfg.Model:
+    """The model cut to some layers."""
+    return dataclasses.replace(QWEN, layers=layers)
+
+
 def test_layers_kept_in_high_precision_are_neither_quantised_nor_recorded():
-    plans = plan.layer_plans(cfg.Quant(keep_first=1, keep_last=2), 6)
+    plans = plan.layer_plans(cfg.Quant(keep_first=1, keep_last=2), of_depth(6))
     assert [p.acts is not None for p in plans] == [False, True, True, True, False, False]
     for field in ("weights", "acts", "kv"):
         assert [getattr(p, field) is not None for p in plans] == [bool(p.recorded) for p in plans]
@@ -34,24 +42,24 @@ def test_layers_kept_in_high_precision_are_neither_quantised_nor_recorded():
 def test_guided_layers_are_chosen_among_the_quantised_ones(text, want):
     """Otherwise last:2 with keep_last=2 would guide nothing, and no one would notice."""
     quant = cfg.Quant(keep_first=2, keep_last=2, guide_layers=text)
-    assert [i for i, p in enumerate(plan.layer_plans(quant, 8)) if p.recorded] == want
-    assert plan.guidance_spec(quant, 8).layers == (tuple(want),) * 3
+    assert [i for i, p in enumerate(plan.layer_plans(quant, of_depth(8))) if p.recorded] == want
+    assert plan.guidance_spec(quant, of_depth(8)).layers == (tuple(want),) * 3
 
 
 def test_a_guided_layer_outside_the_quantised_ones_is_refused():
     with pytest.raises(ValueError, match=r"guide_layers: got 1,3, need quantised layers, 2\.\.5"):
-        plan.layer_plans(cfg.Quant(keep_first=2, keep_last=2, guide_layers="1,3"), 8)
+        plan.layer_plans(cfg.Quant(keep_first=2, keep_last=2, guide_layers="1,3"), of_depth(8))
 
 
 def test_weights_activations_and_kv_are_switched_apart():
-    (only_kv,) = plan.layer_plans(cfg.Quant(weights=None, acts=None), 1)
-    (only_experts,) = plan.layer_plans(cfg.Quant(kv=None), 1)
-    (only_weights,) = plan.layer_plans(cfg.Quant(acts=None, kv=None, trainer="qat"), 1)
-    assert only_kv == plan.LayerPlan(weights=None, acts=None, kv=KV, recorded=("k", "v"))
+    (only_kv,) = plan.layer_plans(cfg.Quant(weights=None, acts=None), of_depth(1))
+    (only_experts,) = plan.layer_plans(cfg.Quant(kv=None), of_depth(1))
+    (only_weights,) = plan.layer_plans(cfg.Quant(acts=None, kv=None, trainer="qat"), of_depth(1))
+    assert only_kv == plan.LayerPlan(kind=MOE, weights=None, acts=None, kv=KV, recorded=("k", "v"))
     assert only_experts == plan.LayerPlan(
-        weights=NVFP4, acts=NVFP4, kv=None, recorded=("expert_in",)
+        kind=MOE, weights=NVFP4, acts=NVFP4, kv=None, recorded=("expert_in",)
     )
-    assert only_weights == plan.LayerPlan(weights=NVFP4, acts=None, kv=None, recorded=())
+    assert only_weights == plan.LayerPlan(kind=MOE, weights=NVFP4, acts=None, kv=None, recorded=())
 
 
 @pytest.mark.parametrize(
@@ -64,16 +72,17 @@ def test_weights_activations_and_kv_are_switched_apart():
     ],
 )
 def test_segments_are_runs_of_one_plan(quant, want):
-    plans = plan.layer_plans(quant, 6)
-    got = plan.segments(plans)
+    plans = plan.layer_plans(quant, of_depth(6))
+    got = plan.side_segments(quant, of_depth(6), "fp4")
     assert [(s.start, s.stop) for s in got] == want
-    assert [s.plan for s in got for _ in range(s.start, s.stop)] == list(plans)
+    assert [one for s in got for one in s.layers] == list(plans)
+    assert {len(s.period) for s in got} == {1}
 
 
 def test_a_rollout_records_the_sites_it_quantises():
-    assert plan.guidance_spec(cfg.Quant(), 2).sites == ("expert_in", "k", "v")
-    assert plan.guidance_spec(cfg.Quant(kv=None), 2).sites == ("expert_in",)
-    assert plan.guidance_spec(cfg.Quant(weights=None, acts=None), 2).sites == ("k", "v")
+    assert plan.guidance_spec(cfg.Quant(), of_depth(2)).sites == ("expert_in", "k", "v")
+    assert plan.guidance_spec(cfg.Quant(kv=None), of_depth(2)).sites == ("expert_in",)
+    assert plan.guidance_spec(cfg.Quant(weights=None, acts=None), of_depth(2)).sites == ("k", "v")
     hidden = cfg.Quant(guide_hidden=True, guide="mantissa", guide_layers="1")
     want = GuidanceSpec(
         kind="mantissa",
@@ -81,13 +90,13 @@ def test_a_rollout_records_the_sites_it_quantises():
         sites=("expert_in", "expert_hidden", "k", "v"),
         formats=("nvfp4", "nvfp4", "nvfp4:global_rule=one", "nvfp4:global_rule=one"),
     )
-    assert plan.guidance_spec(hidden, 2) == want
+    assert plan.guidance_spec(hidden, of_depth(2)) == want
 
 
 @pytest.mark.parametrize(("rollout", "trainer"), [("bf16", "bf16"), ("fp4", "bf16")])
 def test_nothing_is_recorded_if_a_side_runs_in_high_precision(rollout, trainer):
     quant = cfg.Quant(rollout=rollout, trainer=trainer)
-    assert plan.guidance_spec(quant, 4) is None
+    assert plan.guidance_spec(quant, of_depth(4)) is None
     assert plan.bytes_per_token(None, QWEN) == 0
 
 
@@ -101,7 +110,7 @@ def test_nothing_is_recorded_if_a_side_runs_in_high_precision(rollout, trainer):
 def test_bytes_per_token_are_the_papers(layers, sites, full, compact):
     for want, guide, where in ((full, "codes", "all"), (compact, "mantissa", "latter_half")):
         quant = cfg.Quant(guide=guide, guide_layers=where, **{**ONE, **sites})
-        assert plan.bytes_per_token(plan.guidance_spec(quant, layers), QWEN) == want
+        assert plan.bytes_per_token(plan.guidance_spec(quant, of_depth(layers)), QWEN) == want
 
 
 def test_the_two_sites_add_up_to_the_papers_50_and_8_kib():
@@ -112,24 +121,24 @@ def test_the_two_sites_add_up_to_the_papers_50_and_8_kib():
 def test_bytes_per_token_of_a_model_are_the_sum_over_layers_and_sites():
     """One layer in codes: D/2 + D/16; K and V: J heads of K/2 + K/16; hidden: X rows of F."""
     quant = cfg.Quant(guide_hidden=True, **ONE)
-    spec = plan.guidance_spec(quant, 3)
+    spec = plan.guidance_spec(quant, of_depth(3))
     expert_in, kv, hidden = 1024 + 128, 2 * 2 * (128 + 16), 8 * (256 + 32)
     assert plan.bytes_per_token(spec, QWEN) == 3 * (expert_in + kv + hidden)
     own = cfg.Quant(guide_hidden=True, acts="nvfp4", kv="nvfp4:global_rule=pow2")
     globals_ = 4 * (1 + 8 + 2 + 2)  # float32: a token, 8 expert rows, 2 heads each of K and V
-    assert plan.bytes_per_token(plan.guidance_spec(own, 3), QWEN) == 3 * (
+    assert plan.bytes_per_token(plan.guidance_spec(own, of_depth(3)), QWEN) == 3 * (
         expert_in + kv + hidden + globals_
     )
 
 
 def test_sites_may_be_recorded_in_layers_of_their_own():
     quant = cfg.Quant(guide_layers="expert_in=0,1,3 kv=1")
-    spec = plan.guidance_spec(quant, 4)
+    spec = plan.guidance_spec(quant, of_depth(4))
     assert spec.sites == ("expert_in", "k", "v")
     assert spec.layers == ((0, 1, 3), (1,), (1,)) and spec.layers_of("k") == (1,)
-    recorded = [p.recorded for p in plan.layer_plans(quant, 4)]
+    recorded = [p.recorded for p in plan.layer_plans(quant, of_depth(4))]
     assert recorded == [("expert_in",), ("expert_in", "k", "v"), (), ("expert_in",)]
-    one = plan.guidance_spec(cfg.Quant(guide_layers="0", kv=None), 4)
-    both = plan.guidance_spec(cfg.Quant(guide_layers="0", weights=None, acts=None), 4)
+    one = plan.guidance_spec(cfg.Quant(guide_layers="0", kv=None), of_depth(4))
+    both = plan.guidance_spec(cfg.Quant(guide_layers="0", weights=None, acts=None), of_depth(4))
     parts = 3 * plan.bytes_per_token(one, QWEN) + plan.bytes_per_token(both, QWEN)
     assert plan.bytes_per_token(spec, QWEN) == parts

@@ -1,4 +1,4 @@
-"""The routed experts' forward around a grouped matmul: dispatch, SwiGLU, weighted combination."""
+"""The feed-forward of experts and dense MLPs: SwiGLU, and for experts dispatch and combination."""
 
 from collections.abc import Callable
 
@@ -16,6 +16,12 @@ def swiglu(gate_up: Float[Array, "*A twoF"]) -> Float[Array, "*A F"]:
     """silu(gate) * up in float32; the first half is the gate."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+def matmul(x: Float[Array, "*A K"], w_OK: Float[Array, "O K"]) -> Float[Array, "*A O"]:
+    """x @ w.T of one dtype, accumulated in float32 and rounded once."""
+    y = jnp.einsum("...k,ok->...o", x, w_OK, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)
 
 
 def expert_mlp(

@@ -1,15 +1,18 @@
 """The configuration's quant section as a recipe over the policy, and the trainer's audit.
 
 The policy's layers are stacked: parameters are `layers/moe/gate_up` and so on, with a leading axis
-of layers; sites are named where their tensors arise, such as `layers/3/moe/expert_in`. K and V have
-a path of their own, `layers/3/attention/k_cache`: `.../k` is the projection's weight.
+of the layers that have the component; sites are named where their tensors arise, such as
+`layers/3/moe/expert_in`. K and V have a path of their own, `layers/3/attention/k_cache`: `.../k` is
+the projection's weight.
 """
 
 import dataclasses
 from typing import Any
 
 from trace_jax import config as cfg
+from trace_jax import layer_kinds, stacks
 from trace_jax.formats import Format
+from trace_jax.guidance.record import SITES
 from trace_jax.qat import plan as qat_plan
 from trace_jax.qat.audit import Audit, Row
 from trace_jax.qat.recipe import Recipe, Rule
@@ -17,10 +20,8 @@ from trace_jax.qat.resolve import Seen, resolve
 from trace_jax.qat.transform import tree_weights
 
 PATHS = {  # of the sites within a layer
-    "expert_in": "moe/expert_in",
-    "expert_hidden": "moe/expert_hidden",
-    "k": "attention/k_cache",
-    "v": "attention/v_cache",
+    site: f"{component}/{site}_cache" if component == "attention" else f"{component}/{site}"
+    for site, component in SITES.items()
 }
 
 
@@ -29,30 +30,41 @@ def site_path(name: str, layer: int) -> str:
     return f"layers/{layer}/{PATHS[name]}"
 
 
-def expert_weights(format: str | Format, layer: str = "") -> Rule:
-    """The rule for routed-expert weights (E, out, in); `layer`: the path before, with its "/"."""
-    pattern = f"{layer}moe/{{gate_up,down}}"
+def matrices(component: str, format: str | Format, layer: str = "") -> Rule:
+    """The rule for the weights (..., out, in) of experts ("moe") or of dense MLPs ("mlp").
+
+    Args: layer: the path before, with its "/".
+    """
+    pattern = f"{layer}{component}/{{gate_up,down}}"
     return Rule(pattern, weights=format, axis=-1, out=-2, guide=None)
 
 
-def recipe(quant: cfg.Quant) -> Recipe:
-    """What `quant` says, as rules over the policy's tree."""
-    rules = []
+def recipe(quant: cfg.Quant, model: cfg.Model) -> Recipe:
+    """What `quant` says of this model, as rules over the policy's tree."""
+    plans, rules = qat_plan.layer_plans(quant, model), []
     if quant.weights is not None:
-        rules.append(expert_weights(quant.weights, "layers/*/"))
-    if quant.acts is not None:
-        hidden = quant.guide if quant.guide_hidden else None
-        rules.append(Rule("layers/*/moe/expert_in", tensors=quant.acts, guide=quant.guide))
-        rules.append(Rule("layers/*/moe/expert_hidden", tensors=quant.acts, guide=hidden))
-    if quant.kv is not None:
-        rules.append(Rule("layers/*/attention/{k,v}_cache", tensors=quant.kv, guide=quant.guide))
+        used = {plan.kind.ffn for plan in plans if plan.weights is not None}
+        rules += [matrices(c, quant.weights, "layers/*/") for c in ("moe", "mlp") if c in used]
+    for site in SITES:
+        if any(plan.format_of(site) is not None for plan in plans):
+            recorded = quant.guide_hidden or not site.endswith("_hidden")
+            text = quant.kv if SITES[site] == "attention" else quant.acts
+            guide = quant.guide if recorded else None
+            rules.append(Rule(f"layers/*/{PATHS[site]}", tensors=text, guide=guide))
     return Recipe(
         rules=tuple(rules),
         layers="layers/*",
         scanned=True,
+        rows=_rows(model),
         keep_first=quant.keep_first,
         keep_last=quant.keep_last,
     )
+
+
+def _rows(model: cfg.Model) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The layers of each stack that some layers lack."""
+    ids = stacks.ids_by_stack(layer_kinds.kinds(model))
+    return tuple((f"layers/{name}", ids) for name, ids in ids.items() if len(ids) < model.layers)
 
 
 def trainer_audit(model: cfg.Model, quant: cfg.Quant, params: Any) -> Audit:
@@ -61,25 +73,19 @@ def trainer_audit(model: cfg.Model, quant: cfg.Quant, params: Any) -> Audit:
     Args:    params: the policy's parameters, or their shapes.
     Raises:  ValueError as `resolve` does: a rule that matches nothing, and so on.
     """
-    L = model.layers
-    widths = {
-        "expert_in": model.width,
-        "expert_hidden": model.expert_ffn,
-        "k": model.head_dim,
-        "v": model.head_dim,
-    }
-    seen = {
-        f"layers/{PATHS[name]}": Seen(
-            module=f"layers/{PATHS[name].partition('/')[0]}", what="tensor", shape=(L, width)
-        )
-        for name, width in widths.items()
-    }
+    seen = {}
+    for name, component in SITES.items():
+        ids = layer_kinds.layers_with(model, component)
+        if ids:
+            shape = (len(ids), qat_plan.site_shape(model, name)[-1])
+            module = f"layers/{component}"
+            seen[f"layers/{PATHS[name]}"] = Seen(module=module, what="tensor", shape=shape)
     if quant.trainer == "bf16":
-        return Audit(rows=tuple(_plain(tree_weights(params), seen, L)))
-    audit = resolve(recipe(quant), tree_weights(params), seen).audit
+        return Audit(rows=tuple(_plain(tree_weights(params), seen)))
+    audit = resolve(recipe(quant, model), tree_weights(params), seen).audit
     recorded = {
         site_path(site, i)
-        for i, plan in enumerate(qat_plan.layer_plans(quant, L))
+        for i, plan in enumerate(qat_plan.layer_plans(quant, model))
         for site in plan.recorded
     }
     rows = [
@@ -88,7 +94,7 @@ def trainer_audit(model: cfg.Model, quant: cfg.Quant, params: Any) -> Audit:
     return Audit(rows=tuple(rows))
 
 
-def _plain(weights: dict, seen: dict, layers: int):
+def _plain(weights: dict, seen: dict):
     """Rows of a side that quantises nothing."""
     why = 'quant.trainer="bf16"'
     for path, weight in weights.items():

@@ -116,6 +116,7 @@ class Recipe:
     exclude: Names = ()  # whole subtrees
     layers: str | None = None  # where layers are: a pattern with one `*` for the number
     scanned: bool = False  # layers are stacked along the leading axis; real paths lack the number
+    rows: tuple[tuple[str, tuple[int, ...]], ...] = ()  # paths of stacks of only some layers: which
     keep_first: int = 0  # layers left as they are
     keep_last: int = 0
 
@@ -131,10 +132,15 @@ class Recipe:
         require(kept, "qat.Recipe: keep_first, keep_last", got, "numbers of layers")
         needed = bool(self.keep_first or self.keep_last or self.scanned)
         fix = 'layers="layers/*"'
+        needed = needed or bool(self.rows)
         require(self.layers is not None or not needed, "qat.Recipe: layers", None, "a pattern", fix)
         if self.layers is not None:
             one = self.layers.count("*") == 1
             require(one, "qat.Recipe: layers", self.layers, "a pattern with one `*`", fix)
+            for path, ids in self.rows:
+                known = self.in_stack(path) and list(ids) == sorted(set(ids))
+                need = f"{self._stack}/..., scanned, with its layers in order"
+                require(known, "qat.Recipe: rows", (path, ids), need)
             segment = not self.scanned or self.layers.endswith("/*")
             require(segment, "qat.Recipe: layers", self.layers, "a pattern ending in /*", fix)
 
@@ -155,6 +161,13 @@ class Recipe:
     def in_stack(self, path: str) -> bool:
         """Whether this real path lies in stacked layers."""
         return self.scanned and _under(self._stack, path)
+
+    def layers_in(self, path: str, count: int) -> tuple[int, ...]:
+        """The layers that the `count` rows of something stacked belong to."""
+        for stack, ids in self.rows:
+            if _under(stack, path):
+                return ids
+        return tuple(range(count))
 
     def of_layer(self, path: str, layer: int) -> str:
         """The path of one layer of something stacked: layers/mlp, 3 -> layers/3/mlp."""

@@ -159,7 +159,11 @@ class _Book:
         recipe, counts = self.recipe, [0]
         for path, thing in [*self.weights.items(), *self.sites.items()]:
             if recipe.in_stack(path):
-                counts.append(thing.shape[0] if thing.shape else 0)
+                count = thing.shape[0] if thing.shape else 0
+                ids = recipe.layers_in(path, count)
+                got = f"{count} rows"
+                require(count == len(ids), f"qat: {path}", got, f"one for each of layers {ids}")
+                counts.append(max(ids, default=-1) + 1)
             elif (layer := recipe.layer_of(path)) is not None:
                 counts.append(layer + 1)
         fix = f"paths are {_some([*self.weights, *self.sites])}"
@@ -173,7 +177,7 @@ class _Book:
     ) -> list[tuple[str, int | None, Rule | None, str]]:
         """(path, layer, rule, why not) of each single layer of a thing."""
         found, recipe = [], self.recipe
-        layers = range(self.total) if recipe.in_stack(path) else [None]
+        layers = recipe.layers_in(path, self.total) if recipe.in_stack(path) else [None]
         for stacked in layers:
             own, owner = path, module
             if stacked is not None:
@@ -260,7 +264,7 @@ class _Book:
             self.rows.append(row)
         one, mask = _agree(path, chosen)
         if one is not None:
-            count = self.total if stacked else None
+            count = len(chosen) if stacked else None
             self.site_plans[path] = dataclasses.replace(one, stacked=count, layers=mask)
 
     def uncalled(self) -> None:

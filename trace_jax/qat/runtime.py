@@ -251,9 +251,9 @@ class Quantized:
             if plan.stacked is None:
                 found[path] = _site_stats(pairs)
                 continue
-            for layer in range(plan.stacked):
-                if plan.layers is None or plan.layers[layer]:
-                    one = jax.tree.map(lambda a, layer=layer: a[layer], pairs)
+            for row, layer in enumerate(self.plan.recipe.layers_in(path, plan.stacked)):
+                if plan.layers is None or plan.layers[row]:
+                    one = jax.tree.map(lambda a, row=row: a[row], pairs)
                     found[self.plan.recipe.of_layer(path, layer)] = _site_stats(one)
         return found
 

@@ -2,7 +2,8 @@
 
     prefill (P prompts)  ->  cache grown to P*G sequences  ->  decode until all have stopped
 
-Right padding: slot c of a sequence is its position c, so padding never shifts a rotary angle.
+Right padding: slot c of a sequence is its position c, so padding never shifts a rotary angle, and
+the state of Gated DeltaNet after prefill is that after a prompt's own last token.
 Lengths and batch sizes are padded to buckets, so they never recompile. Each sequence has its own
 random key and its own rows everywhere; finished and padding rows reach no expert. The
 log-probability of a token is log softmax(logits / temperature) over the full vocabulary, in
@@ -22,16 +23,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from trace_jax import config as cfg
+from trace_jax import stacks
 from trace_jax.checks import require
-from trace_jax.formats import Format
-from trace_jax.guidance import codec
-from trace_jax.guidance.record import GuidanceSpec, SiteRecord
-from trace_jax.models import attention, kv_cache, moe, transformer
+from trace_jax.guidance.record import GuidanceSpec
+from trace_jax.models import kv_cache, transformer
 from trace_jax.qat import plan as qat_plan
-from trace_jax.rollout import native, unpad
+from trace_jax.rollout import layers, unpad
 from trace_jax.types import Prompt, Trajectory
 from trace_jax.weight_sync import SamplerWeights
 
+# (logits_BV, keys_B, step) -> (ids_B, log-probs_B)
+Draw = Callable[[Array, Array, Array], tuple[Array, Array]]
 Generate = Callable[[SamplerWeights, Sequence[Prompt], int, jax.Array], list[Trajectory]]
 
 
@@ -46,9 +48,21 @@ class Decoded:
     length_B: Int[Array, " B"]  # response tokens, the stop token included
     done_B: Bool[Array, " B"]  # sampled a stop token, or padding row
     token_B: Int[Array, " B"]  # sampled last, not processed yet
-    caches: tuple[Any, ...]  # per segment, leaves (L, B, C, J, ...)
+    caches: tuple[layers.Cache, ...]  # per segment, leaves (L, B, ...)
     routes: tuple[Array, ...]  # per segment (L, B, R, X); row r: the processing of token r
-    records: tuple[Any, ...]  # per segment, leaves (L, B, R, ...)
+    records: tuple[Any, ...]  # per segment by site, leaves (L, B, R, ...)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Begun:
+    """What decoding starts from and never changes, and what it changes."""
+
+    prompt_B: Int[Array, " B"]  # tokens of each sequence's prompt; 0: padding row
+    keys_B: Array  # random keys
+    prompt_routes: tuple[Array, ...]  # per segment (L, P, T, X)
+    prompt_records: tuple[Any, ...]  # per segment by site, leaves (L, P, T, ...)
+    state: Decoded
 
 
 def make_generate(
@@ -70,7 +84,7 @@ def make_generate(
         "none",
         "sample from the full distribution; the log-probabilities are of that distribution",
     )
-    core = _Core(model, quant, rollout, tuple(stop_ids), pad_id)
+    core = Core(model, quant, rollout, tuple(stop_ids), pad_id)
     sample = jax.jit(core.sample, static_argnames=("samples",))
 
     def generate(
@@ -89,7 +103,7 @@ def make_generate(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Core:
+class Core:
     """The traced part of the engine with its static choices."""
 
     model: cfg.Model
@@ -97,59 +111,73 @@ class _Core:
     rollout: cfg.Rollout
     stop_ids: tuple[int, ...]
     pad_id: int
+    custom_draw: Draw | None = None  # instead of `draw`, for what is not trained on
 
     @property
-    def segments(self) -> tuple[qat_plan.Segment, ...]:
-        return qat_plan.side_segments(self.quant, self.model.layers, self.quant.rollout)
+    def segments(self) -> tuple[stacks.Segment, ...]:
+        return qat_plan.side_segments(self.quant, self.model, self.quant.rollout)
 
     @property
     def spec(self) -> GuidanceSpec | None:
-        return qat_plan.guidance_spec(self.quant, self.model.layers)
+        return qat_plan.guidance_spec(self.quant, self.model)
 
     def sample(self, params, tokens_PT, length_P, seed_P, key, *, samples: int) -> unpad.Sampled:
         """Prefill and decode."""
-        T, R = tokens_PT.shape[1], self.rollout.max_new_tokens
-        keys_B = sequence_keys(key, seed_P, samples)
-        caches, routes, records, logits_PV = self.prefill(params, tokens_PT, length_P)
-        length_B = jnp.repeat(length_P, samples)
-        idle_B = length_B == 0
-        first = self.draw(jnp.repeat(logits_PV, samples, axis=0), keys_B, jnp.int32(0))
-        caches = tuple(kv_cache.extend(cache, T + R, samples) for cache in caches)
-        state = self.start(caches, records, first, idle_B)
-
-        def body(state: Decoded) -> Decoded:
-            return self.decode_step(params, state, length_B, keys_B)
-
-        def unfinished(state: Decoded) -> Array:
-            return (state.step < R) & ~jnp.all(state.done_B)
-
-        state = jax.lax.while_loop(unfinished, body, state)
+        begun = self.begin(params, tokens_PT, length_P, seed_P, key, samples=samples)
+        state = self.advance(params, begun, self.rollout.max_new_tokens)
         return unpad.Sampled(
             steps=state.step,
             tokens_BR=state.tokens_BR,
             logprobs_BR=state.logprobs_BR,
             length_B=state.length_B,
             done_B=state.done_B,
-            prompt_routes=routes,
+            prompt_routes=begun.prompt_routes,
             response_routes=state.routes,
-            prompt_records=records,
+            prompt_records=begun.prompt_records,
             response_records=state.records,
             kv_records=self.kv_records(state.caches),
         )
 
-    def kv_records(self, caches: tuple[Any, ...]) -> tuple[Any, ...]:
+    def begin(self, params, tokens_PT, length_P, seed_P, key, *, samples: int) -> Begun:
+        """Prefill, and the first token of every sequence."""
+        slots = tokens_PT.shape[1] + self.rollout.max_new_tokens
+        keys_B = sequence_keys(key, seed_P, samples)
+        caches, routes, records, logits_PV = self.prefill(params, tokens_PT, length_P)
+        length_B = jnp.repeat(length_P, samples)
+        first = self.pick(jnp.repeat(logits_PV, samples, axis=0), keys_B, jnp.int32(0))
+        caches = tuple(layers.grow(cache, slots, samples) for cache in caches)
+        return Begun(
+            prompt_B=length_B,
+            keys_B=keys_B,
+            prompt_routes=routes,
+            prompt_records=records,
+            state=self.start(caches, routes, records, first, length_B == 0),
+        )
+
+    def advance(self, params, begun: Begun, stop: Int[Array, ""] | int) -> Decoded:
+        """Decodes until `stop` tokens have been sampled or all sequences have ended."""
+
+        def unfinished(state: Decoded) -> Array:
+            return (state.step < stop) & ~jnp.all(state.done_B)
+
+        def body(state: Decoded) -> Decoded:
+            return self.decode_step(params, state, begun.prompt_B, begun.keys_B)
+
+        return jax.lax.while_loop(unfinished, body, begun.state)
+
+    def kv_records(self, caches: tuple[layers.Cache, ...]) -> tuple[Any, ...]:
         """Of the caches what guidance keeps; the rest never leaves the device."""
         out = []
         for segment, cache in zip(self.segments, caches, strict=True):
-            format, kept = segment.plan.kv, segment.plan.recorded
-            if self.spec is None or format is None:
+            plan = layers.kv_plan(segment)
+            if self.spec is None or plan is None or plan.kv is None:
                 out.append({})
                 continue
-            named = {name: cache[name] for name in ("k", "v") if name in kept}
-            out.append(kv_cache.record(named, format, self.spec.coding))
+            named = {n: cache["attention"][n] for n in ("k", "v") if n in plan.recorded}
+            out.append(kv_cache.record(named, plan.kv, self.spec.coding))
         return tuple(out)
 
-    def start(self, caches, records, first, idle_B) -> Decoded:
+    def start(self, caches, routes, records, first, idle_B) -> Decoded:
         """State after the first token was sampled from the prompt's logits."""
         R, X = self.rollout.max_new_tokens, self.model.experts_per_token
         token_B, logprob_B = first
@@ -167,15 +195,17 @@ class _Core:
             done_B=idle_B | self.stops(token_B),
             token_B=token_B,
             caches=caches,
-            routes=tuple(
-                jnp.full((s.stop - s.start, B, R, X), -1, jnp.int32) for s in self.segments
-            ),
+            routes=tuple(jnp.full((len(ids), B, R, X), -1, jnp.int32) for ids in routes),
             records=tuple(jax.tree.map(empty, r) for r in records),
         )
 
     def stops(self, token_B: Array) -> Array:
         """True where the token ends the answer."""
         return jnp.any(token_B[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None, :], axis=1)
+
+    def pick(self, logits_BV, keys_B, step) -> tuple[Array, Array]:
+        """The next token of each row and its log-prob."""
+        return (self.custom_draw or self.draw)(logits_BV, keys_B, step)
 
     def draw(self, logits_BV, keys_B, step) -> tuple[Array, Array]:
         """Samples one token per row with the row's own key; returns (ids, log-probs in nats)."""
@@ -190,63 +220,54 @@ class _Core:
         P, T = tokens_PT.shape
         valid_PT = jnp.arange(T)[None, :] < length_P[:, None]
         position_PT = jnp.broadcast_to(jnp.arange(T), (P, T))
-        visible = jnp.broadcast_to(jnp.tril(jnp.ones((1, T, T), bool)), (P, T, T))
         view = transformer.make_layer_view(self.model)
+
+        def body(x, plan, layer, _):
+            mix = layers.prefill_mix(self.model, plan, valid_PT)
+            feed = layers.make_feed(self.model, plan, self.spec, valid_PT)
+            x, kept = view(plan.kind, layer)(x, position_PT, mix, feed)
+            return x, {plan.kind.mixer: kept.mix, **_outputs(kept, valid_PT)}
+
         x = transformer.embed_tokens(params, tokens_PT, jnp.dtype(self.model.compute_dtype))
         caches, routes, records = [], [], []
         for segment, stack in zip(self.segments, params["segments"], strict=True):
-            format = segment.plan.kv
-
-            def attend(q, k, v, format=format):
-                stored = {"k": kv_cache.encode(k, format), "v": kv_cache.encode(v, format)}
-                return attention.attend(q, *self.seen(stored, format, q.dtype), visible), stored
-
-            def body(x, layer, segment=segment, attend=attend):
-                experts = partial(self.experts, segment.plan, valid_PT)
-                x, (_, ids, kept, record) = view(layer)(x, position_PT, attend, experts)
-                return x, (kept, jnp.where(valid_PT[..., None], ids, -1), record)
-
-            x, (cache, ids, record) = jax.lax.scan(body, x, stack)
-            caches.append(cache)
-            routes.append(ids)
-            records.append(record)
+            x, out = stacks.scan(segment, body, x, stack)
+            leaves = {name: rows for name, (_, rows) in out.items()}
+            none = jnp.zeros((0, P, T, self.model.experts_per_token), jnp.int32)
+            routes.append(leaves.pop("routes", none))
+            mixers = [name for name in ("attention", "linear") if name in leaves]
+            caches.append({name: leaves.pop(name) for name in mixers})
+            records.append(leaves)
         last = jnp.maximum(length_P - 1, 0)[:, None, None]
         x_P1D = jnp.take_along_axis(x, last, axis=1)
-        logits = transformer.head_logits(params, x_P1D, self.model.norm_eps)[:, 0]
+        logits = transformer.head_logits(self.model, params, x_P1D)[:, 0]
         return tuple(caches), tuple(routes), tuple(records), logits
 
     def decode_step(self, params, state: Decoded, prompt_B, keys_B) -> Decoded:
         """Processes the last sampled token of every unfinished row and samples the next one."""
         r, active_B = state.step - 1, ~state.done_B
-        slot_B = prompt_B + r
-        C = jax.tree.leaves(state.caches)[0].shape[2]
-        visible = (jnp.arange(C)[None, :] <= slot_B[:, None])[:, None, :]
+        slot_B, active_B1 = prompt_B + r, active_B[:, None]
         view = transformer.make_layer_view(self.model)
+
+        def body(carry, plan, layer, inputs):
+            x, cache = carry
+            mix = layers.decode_mix(self.model, plan, cache, inputs["row"], slot_B, active_B)
+            feed = layers.make_feed(self.model, plan, self.spec, active_B1)
+            x, kept = view(plan.kind, layer)(x, slot_B[:, None], mix, feed)
+            return (x, kept.mix), _outputs(kept, active_B1)
+
         dtype = jnp.dtype(self.model.compute_dtype)
         x = transformer.embed_tokens(params, state.token_B[:, None], dtype)
         caches, routes, records = list(state.caches), list(state.routes), list(state.records)
         for i, (segment, stack) in enumerate(zip(self.segments, params["segments"], strict=True)):
-
-            def body(carry, xs, format=segment.plan.kv, segment=segment):
-                x, cache = carry
-                layer, index = xs
-
-                def attend(q, k, v):
-                    new = {"k": kv_cache.encode(k, format), "v": kv_cache.encode(v, format)}
-                    grown = kv_cache.write(cache, index, slot_B, new)
-                    seen = self.seen(kv_cache.read(grown, index), format, q.dtype)
-                    return attention.attend(q, *seen, visible), grown
-
-                experts = partial(self.experts, segment.plan, active_B[:, None])
-                x, (_, ids, cache, record) = view(layer)(x, slot_B[:, None], attend, experts)
-                return (x, cache), (jnp.where(active_B[:, None, None], ids, -1), record)
-
-            indices = jnp.arange(segment.stop - segment.start)
-            (x, caches[i]), (ids, record) = jax.lax.scan(body, (x, caches[i]), (stack, indices))
-            routes[i] = put(routes[i], ids, r, axis=2)
-            records[i] = jax.tree.map(partial(put, at=r, axis=2), records[i], record)
-        logits = transformer.head_logits(params, x, self.model.norm_eps)[:, 0]
-        token_B, logprob_B = self.draw(logits, keys_B, state.step)
+            inputs = {"row": layers.mixer_rows(segment)}
+            (x, caches[i]), out = stacks.scan(segment, body, (x, caches[i]), stack, inputs)
+            leaves = {name: rows for name, (_, rows) in out.items()}
+            if "routes" in leaves:
+                routes[i] = put(routes[i], leaves.pop("routes"), r, axis=2)
+            records[i] = jax.tree.map(partial(put, at=r, axis=2), records[i], leaves)
+        logits = transformer.head_logits(self.model, params, x)[:, 0]
+        token_B, logprob_B = self.pick(logits, keys_B, state.step)
         token_B = jnp.where(active_B, token_B, self.pad_id)
         logprob_B = jnp.where(active_B, logprob_B, 0)
         return Decoded(
@@ -261,37 +282,12 @@ class _Core:
             records=tuple(records),
         )
 
-    def seen(self, stored: Any, format: Format | None, dtype: Any) -> tuple[Array, Array]:
-        """K and V as attention reads them back from the cache."""
-        width = self.model.head_dim
-        k, v = (kv_cache.decode(stored[name], format, width, dtype) for name in ("k", "v"))
-        return k, v
 
-    def experts(self, plan: qat_plan.LayerPlan, valid_BT, params, x_BTD, routes, gates):
-        """The routed experts in native FP4, and the record of their input where it is kept."""
-        B, T, D = x_BTD.shape
-        routes = jnp.where(valid_BT[..., None], routes, -1)
-        x_MD, layout = x_BTD.reshape(B * T, D), {}
-        projections = native.Projections(plan.weights, plan.acts, params)
-
-        def down(h, d):
-            layout["dispatch"] = d
-            return projections.down(h, d)
-
-        gate_up = partial(projections.gate_up, x_MD)
-        y = moe.expert_mlp(routes, gates, self.model.experts, gate_up, down)
-        records: dict[str, SiteRecord] = {}
-        spec, kept = self.spec, projections.kept
-        if spec is None or plan.acts is None:
-            return y, records
-        if "expert_hidden" in plan.recorded:
-            hidden = native.to_pairs(kept["expert_hidden"], layout["dispatch"])
-            kept["expert_hidden"] = jax.tree.map(lambda a: a.reshape(B, T, *a.shape[1:]), hidden)
-        kept["expert_in"] = jax.tree.map(lambda a: a.reshape(B, T, -1), kept["expert_in"])
-        for name in ("expert_in", "expert_hidden"):
-            if name in plan.recorded:
-                records[name] = codec.encode(*kept[name], format=plan.acts, coding=spec.coding)
-        return y, records
+def _outputs(kept: transformer.Kept, valid_BT: Array) -> dict[str, Any]:
+    """What a layer hands back to be kept: records by site, and the routes of valid tokens."""
+    if kept.routes is None:
+        return kept.feed
+    return {**kept.feed, "routes": jnp.where(valid_BT[..., None], kept.routes, -1)}
 
 
 def put(buffer: Array, new: Array, at: Array, *, axis: int) -> Array:

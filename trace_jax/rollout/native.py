@@ -1,4 +1,4 @@
-"""Expert matmuls with the arithmetic of native block-scaled FP4 hardware.
+"""Matmuls of experts and dense MLPs with the arithmetic of native block-scaled FP4 hardware.
 
     y[m, o] = (g_x[m] * g_w) * sum_blocks sum_k (q_x * s_x) (q_w * s_w)    accumulated in float32
 
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from trace_jax.formats import Format
+from trace_jax.models import moe
 from trace_jax.models.grouped_matmul import (
     Dispatch,
     gather_rows,
@@ -34,32 +35,35 @@ def operand(
 
 
 def weight_operand(weight: dict[str, Any], format: Format) -> Float[Array, "*A K"]:
-    """The same of packed expert weights; K is padded to whole blocks."""
+    """The same of packed weights; K is padded to whole blocks."""
     return operand(format.unpack_codes(weight["codes"]), weight["scales"], format)
 
 
 class Projections:
-    """The two expert projections of one layer of the sampler; `kept` is what they recorded.
+    """Both projections of a layer's experts, or of its dense MLP; `kept` is what they recorded.
 
-    Either side of a matmul may stay in the compute dtype (no format), for W4A16.
+    Either side of a matmul may stay in the compute dtype (no format), for W4A16. Experts work on
+    the blocked rows of a dispatch; without one (None) there is one matrix for all rows.
     """
 
-    def __init__(self, weights: Format | None, acts: Format | None, params: Any):
-        self.weights, self.acts, self.params = weights, acts, params
+    def __init__(self, weights: Format | None, acts: Format | None, params: Any, name: str):
+        """`name` is that of the sites, before "_in" and "_hidden"."""
+        self.weights, self.acts, self.params, self.name = weights, acts, params, name
         self.kept: dict[str, Quantised] = {}
 
-    def gate_up(self, x_MD: Float[Array, "M D"], d: Dispatch) -> Float[Array, "N b O"]:
+    def gate_up(self, x_MD: Float[Array, "M D"], d: Dispatch | None) -> Float[Array, "*A O"]:
         """From tokens to the rows of their experts."""
-        rows_MD, global_ = self._quantised("expert_in", x_MD)
+        rows, global_ = self._quantised(f"{self.name}_in", x_MD)
+        if d is not None:
+            rows = gather_rows(rows, d)
+            global_ = None if global_ is None else gather_rows(global_, d)
         weight = self.params.gate_up.get_value()
-        if global_ is not None:
-            global_ = gather_rows(global_, d)
-        return self._matmul(gather_rows(rows_MD, d), global_, weight, d).astype(x_MD.dtype)
+        return self._matmul(rows, global_, weight, d).astype(x_MD.dtype)
 
-    def down(self, h_NbF: Float[Array, "N b F"], d: Dispatch) -> Float[Array, "N b D"]:
+    def down(self, hidden: Float[Array, "*A F"], d: Dispatch | None) -> Float[Array, "*A D"]:
         """From hidden rows back to the width of the model."""
-        rows, global_ = self._quantised("expert_hidden", h_NbF)
-        return self._matmul(rows, global_, self.params.down.get_value(), d).astype(h_NbF.dtype)
+        rows, global_ = self._quantised(f"{self.name}_hidden", hidden)
+        return self._matmul(rows, global_, self.params.down.get_value(), d).astype(hidden.dtype)
 
     def _quantised(self, site: str, x: Array) -> tuple[Array, Array | None]:
         """The operand and the factor of each row that its global scale stands for."""
@@ -71,16 +75,21 @@ class Projections:
         factor = None if global_ is None else self.acts.decode_scale(global_)
         return operand(codes, scales, self.acts)[..., : x.shape[-1]], factor
 
-    def _matmul(self, rows: Array, global_: Array | None, weight: Any, d: Dispatch) -> Array:
+    def _matmul(self, rows: Array, global_: Array | None, weight: Any, d: Dispatch | None) -> Array:
         """Accumulates in float32; all global scales come last."""
+
+        def multiply(rows: Array, w: Array) -> Array:
+            return moe.matmul(rows, w) if d is None else grouped_matmul(rows, w, d)
+
         if self.weights is None and self.acts is None:
-            return grouped_matmul(rows, weight, d)
+            return multiply(rows, weight)
         if self.weights is None:
-            total = grouped_matmul(rows, weight.astype(jnp.float32), d)
+            total = multiply(rows, weight.astype(jnp.float32))
             return total if global_ is None else total * global_
-        w_EOK = weight_operand(weight, self.weights)[..., : rows.shape[-1]]
-        scale = self.weights.decode_scale(weight["global"])[d.expert_N]
-        total = grouped_matmul(rows.astype(jnp.float32), w_EOK, d)
+        w = weight_operand(weight, self.weights)[..., : rows.shape[-1]]
+        scale = self.weights.decode_scale(weight["global"])
+        scale = scale if d is None else scale[d.expert_N]
+        total = multiply(rows.astype(jnp.float32), w)
         return total * (scale if global_ is None else global_ * scale)
 
 

@@ -27,7 +27,7 @@ class Sampled:
     logprobs_BR: Float[Array, "B R"] | np.ndarray  # nats
     length_B: Int[Array, " B"] | np.ndarray  # response tokens, the stop token included
     done_B: Bool[Array, " B"] | np.ndarray  # sampled a stop token, or padding row
-    prompt_routes: tuple[Any, ...]  # (L, P, T, X)
+    prompt_routes: tuple[Any, ...]  # (L, P, T, X), L of the segment's MoE layers
     response_routes: tuple[Any, ...]  # (L, B, R, X); row r: the processing of token r
     prompt_records: tuple[Any, ...]  # leaves (L, P, T, ...)
     response_records: tuple[Any, ...]  # leaves (L, B, R, ...)
