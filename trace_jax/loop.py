@@ -20,9 +20,8 @@ import jax
 import numpy as np
 
 from trace_jax import config as cfg
-from trace_jax import overrides, report, stages, summary, update
+from trace_jax import overrides, report, sources, stages, summary, update
 from trace_jax.checkpoint import Checkpointer
-from trace_jax.checks import require
 from trace_jax.data import pipeline
 from trace_jax.evaluate import Evaluation, evaluate
 from trace_jax.guidance import health
@@ -99,7 +98,8 @@ def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> d
         _guidance_store(config, rundir) as store,
         graceful_stop() as stop,
     ):
-        write_atomic(rundir.root / "audit.txt", f"{audit}\n")
+        start = config.run.init_from or "random parameters"
+        write_atomic(rundir.root / "audit.txt", f"{audit}\npolicy at the start: {start}\n")
         resumed = _restore(position, checkpoints)
         resume = position.resume if resumed else None
         with MetricsWriter(rundir, config.run.tensorboard, resume) as metrics:
@@ -129,9 +129,12 @@ def _guidance_store(config: cfg.Config, rundir: RunDir) -> GuidanceStore:
 def _begin(built: Stages, started: bool) -> Position:
     """The start of a run. A run that `started` restores its own policy, wherever it came from."""
     config = built.config
-    params = stages.initial_params(built)
     if config.run.init_from is not None and not started:
-        params = load_params(config.run.init_from, params)
+        shapes = jax.eval_shape(lambda: stages.initial_params(built))
+        params, loaded = sources.start(config.run.init_from, config.model, shapes)
+        print(loaded)
+    else:
+        params = stages.initial_params(built)
     warm_done = config.warm_start is None
     args = stages.policy_optimizer_args if warm_done else stages.warm_optimizer_args
     tx = update.make_optimizer(*args(config))
@@ -159,30 +162,6 @@ def _examples(built: Stages, warm: cfg.WarmStart) -> grain.DatasetIterator:
         seed=built.config.seed,
         bucket_tokens=built.config.rollout.bucket_tokens,
     )
-
-
-def load_params(run: str, like: Params) -> Params:
-    """The policy of another run's newest checkpoint; `like` gives the expected tree."""
-    folder = pathlib.Path(run) / "checkpoints"
-    require(
-        folder.is_dir(),
-        "config.run.init_from",
-        run,
-        "a run directory with checkpoints/",
-        "give the --workdir of a finished run",
-        error=FileNotFoundError,
-    )
-    with Checkpointer(folder, keep=None) as checkpoints:
-        restored = checkpoints.restore_latest()
-    need = "a checkpoint"
-    require(restored is not None, f"{folder}", "nothing saved", need, "let that run save one")
-    assert restored is not None
-    params = restored.arrays["params"]
-    shapes = lambda tree: jax.tree.map(lambda a: (a.shape, str(a.dtype)), tree)  # noqa: E731
-    same = shapes(params) == shapes(like)
-    fix = "use the same model section and tokenizer as that run"
-    require(same, f"config.run.init_from {run}", "another model", "the model of this config", fix)
-    return jax.tree.map(jax.numpy.asarray, params)
 
 
 def _arrays(position: Position) -> dict[str, Any]:

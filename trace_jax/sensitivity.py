@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trace_jax import config as cfg
-from trace_jax import loop, stages
+from trace_jax import sources, stages
 from trace_jax.data import batching
 from trace_jax.guidance import probe
 from trace_jax.guidance.record import GuidanceSpec
@@ -67,7 +67,8 @@ def measure(config: cfg.Config, start: str, *, budget: int, tries: int | None = 
     cost = costs(config.model, quant, spec)
     units, tries = tuple(cost), 4 * len(cost) if tries is None else tries
     built = stages.build(config)
-    params = loop.load_params(start, stages.initial_params(built))
+    shapes = jax.eval_shape(lambda: stages.initial_params(built))
+    params, _ = sources.start(start, config.model, shapes)
     gap, undecoded = _make_gap(built, params)
     stop = max(layer for _, layer in units) + 1
     first = min(layer for _, layer in units)

@@ -158,7 +158,7 @@ def _groups(rows: Sequence[Row]) -> list[list[Row]]:
 def _cells(group: list[Row]) -> tuple[str, ...]:
     row = _general(group[0])
     layers = [r.layer for r in group if r.layer is not None]
-    path = row.path if not layers else f"{row.path} [{_ranges(layers)}]"
+    path = row.path if not layers else f"{row.path} [{ranges(layers)}]"
     shape = "" if row.shape is None else "x".join(map(str, row.shape))
     axis = "" if row.axis is None else ",".join(map(str, row.axis))
     return (
@@ -173,8 +173,8 @@ def _cells(group: list[Row]) -> tuple[str, ...]:
     )
 
 
-def _ranges(numbers: list[int]) -> str:
-    """0,1,2,5 -> 0-2,5."""
+def ranges(numbers: list[int]) -> str:
+    """Numbers as text, neighbours joined: 0,1,2,5 -> 0-2,5."""
     out = []
     for _, run in itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
         found = [number for _, number in run]
