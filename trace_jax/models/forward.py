@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax import config as cfg
@@ -20,13 +21,15 @@ from trace_jax.models import attention, moe, transformer
 from trace_jax.models.grouped_matmul import gather_rows, grouped_matmul
 from trace_jax.types import Params
 
+AnyArray = Array | np.ndarray
+
 
 def logits(
     model: cfg.Model,
     params: Params,
-    tokens_BT: Int[Array, "B T"],
-    valid_BT: Bool[Array, "B T"] | None = None,
-    routes_LBTX: Int[Array, "Lm B T X"] | None = None,
+    tokens_BT: Int[AnyArray, "B T"],
+    valid_BT: Bool[AnyArray, "B T"] | None = None,
+    routes_LBTX: Int[AnyArray, "Lm B T X"] | None = None,
 ) -> Float[Array, "B T V"]:
     """Logits of every position, float32; those of invalid tokens mean nothing.
 
@@ -34,10 +37,8 @@ def logits(
           and changes no logits of valid tokens. None: every token is valid.
           routes_LBTX: experts to use instead of the router's choice, one row an MoE layer.
     """
-    tokens_BT = jnp.asarray(tokens_BT)
-    if valid_BT is None:
-        valid_BT = jnp.ones(tokens_BT.shape, bool)
-    return _logits(model, params, tokens_BT, jnp.asarray(valid_BT), routes_LBTX)
+    valid_BT = jnp.ones(tokens_BT.shape, bool) if valid_BT is None else valid_BT
+    return _logits(model, params, tokens_BT, valid_BT, routes_LBTX)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
