@@ -25,7 +25,7 @@ def test_units_are_spelt_as_the_configuration_reads_them():
 
 
 def test_the_cost_of_all_units_is_that_of_the_whole_record():
-    spec = qat_plan.guidance_spec(MANTISSA.quant, 2)
+    spec = qat_plan.guidance_spec(MANTISSA.quant, MANTISSA.model)
     cost = sensitivity.costs(MANTISSA.model, MANTISSA.quant, spec)
     assert list(cost) == UNITS
     # 64 values: 8 bytes of bits, 4 blocks in whole bytes or 1 + a check, 2 of the global scale

@@ -35,14 +35,14 @@ def site_of(report, name):
 
 def test_every_place_that_rounds_is_on_the_list():
     tiny = check.overrides.load(TINY)
-    sites = step.expected_sites(tiny.quant, tiny.model.layers)
+    sites = step.expected_sites(tiny.quant, tiny.model)
     names = ["k", "v", "expert_in", "expert_hidden", "moe.gate_up", "moe.down"]
     assert sites == [("layers[0:2]", name) for name in names]
     half = check.overrides.override(tiny, ["quant.guide_layers=last:1", "quant.kv=none"])
-    sites = step.expected_sites(half.quant, half.model.layers)
+    sites = step.expected_sites(half.quant, half.model)
     assert sites == [(f"layers[{i}:{i + 1}]", name) for i in range(2) for name in names[2:]]
     plain = check.overrides.override(tiny, ["quant.trainer=bf16"])
-    assert step.expected_sites(plain.quant, plain.model.layers) == []
+    assert step.expected_sites(plain.quant, plain.model) == []
 
 
 @pytest.mark.parametrize("target", list(targets.TARGETS))

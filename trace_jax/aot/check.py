@@ -50,7 +50,7 @@ def check(
         timeout_s=timeout_s,
     )
     compiled = aot.compile_job(job)
-    expected = step.expected_sites(experiment.quant, experiment.model.layers)
+    expected = step.expected_sites(experiment.quant, experiment.model)
     sites = survival(compiled.written, compiled.hlo, expected)
     return Report(target=target, sites=sites, compiled=compiled)
 

@@ -7,31 +7,33 @@ import jax
 import jax.numpy as jnp
 
 from trace_jax import config as cfg
-from trace_jax import formats, overrides, stages, update
+from trace_jax import formats, layer_kinds, overrides, stages, update
 from trace_jax.aot import targets
-from trace_jax.guidance.record import Guidance
+from trace_jax.guidance.record import SITES, Guidance
 from trace_jax.qat import plan as qat_plan
 from trace_jax.qat import sites
 from trace_jax.types import Batch, TrainState
 
+
 # A site is one place of a layer where values are rounded; `jax.named_scope("quantize[...]")` marks
 # its arithmetic in the program (`policy.py`).
-SITES = {  # by the format in `qat.plan.LayerPlan` that quantises them
-    "kv": ("k", "v"),
-    "acts": ("expert_in", "expert_hidden"),
-    "weights": ("moe.gate_up", "moe.down"),
-}
+def sites_of(plan: qat_plan.LayerPlan) -> list[str]:
+    """Everything that the trainer quantises in one layer: sites, and matrices by their paths."""
+    names = [site for site in SITES if plan.format_of(site) is not None]
+    if plan.weights is not None:
+        names += [f"{plan.kind.ffn}.{name}" for name in ("gate_up", "down")]
+    return names
 
 
-def expected_sites(quant: cfg.Quant, layers: int) -> list[tuple[str, str]]:
+def expected_sites(quant: cfg.Quant, model: cfg.Model) -> list[tuple[str, str]]:
     """(segment, site) of everything that the trainer quantises; a segment reads "layers[0:2]"."""
-    return [
+    found = [
         (f"layers[{segment.start}:{segment.stop}]", site)
-        for segment in qat_plan.side_segments(quant, layers, quant.trainer)
-        for kind, names in SITES.items()
-        if getattr(segment.plan, kind) is not None
-        for site in names
+        for segment in qat_plan.side_segments(quant, model, quant.trainer)
+        for plan in segment.period
+        for site in sites_of(plan)
     ]
+    return list(dict.fromkeys(found))
 
 
 def train_step(
@@ -57,7 +59,8 @@ def abstract_batch(config: cfg.Config) -> Batch:
     B = optim.micro_batch
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     T = -(-longest // rollout.bucket_tokens) * rollout.bucket_tokens
-    L, S, X = model.layers, T - 1, model.experts_per_token
+    S, X = T - 1, model.experts_per_token
+    L = len(layer_kinds.layers_with(model, "moe"))
 
     def leaf(*shape: int, dtype: Any = jnp.float32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -78,15 +81,9 @@ def abstract_batch(config: cfg.Config) -> Batch:
 def _guidance(config: cfg.Config, BS: tuple[int, int]) -> Guidance | None:
     """An abstract record, made by the functions that make a real one."""
     model, quant = config.model, config.quant
-    spec = qat_plan.guidance_spec(quant, model.layers)
+    spec = qat_plan.guidance_spec(quant, model)
     if spec is None:
         return None
-    rows = {
-        "expert_in": (model.width,),
-        "expert_hidden": (model.experts_per_token, model.expert_ffn),
-        "k": (model.kv_heads, model.head_dim),
-        "v": (model.kv_heads, model.head_dim),
-    }
 
     def record(name: str, format: formats.Format) -> Any:
         site = sites.Site(
@@ -95,7 +92,7 @@ def _guidance(config: cfg.Config, BS: tuple[int, int]) -> Guidance | None:
             scale_bits=spec.scale_bits,
             global_bits=spec.global_bits,
         )
-        shape = (len(spec.layers), *BS, *rows[name])
+        shape = (len(spec.layers_of(name)), *BS, *qat_plan.site_shape(model, name))
         x = jax.ShapeDtypeStruct(shape, jnp.float32)
         return jax.eval_shape(lambda x: sites.record_site(x, site), x)
 

@@ -62,7 +62,7 @@ class Begun:
     keys_B: Array  # random keys
     prompt_routes: tuple[Array, ...]  # per segment (L, P, T, X)
     prompt_records: tuple[Any, ...]  # per segment by site, leaves (L, P, T, ...)
-    state: Decoded
+    state: Decoded | None  # None: kept apart, to be donated
 
 
 def make_generate(
@@ -156,6 +156,8 @@ class Core:
 
     def advance(self, params, begun: Begun, stop: Int[Array, ""] | int) -> Decoded:
         """Decodes until `stop` tokens have been sampled or all sequences have ended."""
+
+        assert begun.state is not None
 
         def unfinished(state: Decoded) -> Array:
             return (state.step < stop) & ~jnp.all(state.done_B)
