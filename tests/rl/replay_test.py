@@ -8,19 +8,20 @@ import pytest
 from trace_jax.rl import replay
 
 # Compiled as a whole: op by op, each shape would be compiled a dozen times.
-replayed_gates = jax.jit(replay.replayed_gates)
+replayed_gates = jax.jit(replay.replayed_gates, static_argnames="renormalise")
 route_mismatch = jax.jit(replay.route_mismatch)
-top_k_routes = jax.jit(replay.top_k_routes, static_argnums=1)
+top_k_routes = jax.jit(replay.top_k_routes, static_argnums=1, static_argnames="renormalise")
 
 
-def gates_by_hand(logits, routes):
+def gates_by_hand(logits, routes, renormalise=True):
     """softmax over all experts, then renormalised over the recorded ones: the definition."""
     gates = np.zeros(routes.shape)
     for index in np.ndindex(routes.shape[:-1]):
         probs = [math.exp(x) for x in logits[index]]
         probs = [p / sum(probs) for p in probs]
         chosen = [probs[e] if e >= 0 else 0.0 for e in routes[index]]
-        gates[index] = [c / sum(chosen) if c else 0.0 for c in chosen]
+        total = sum(chosen) if renormalise else 1.0
+        gates[index] = [c / total if c else 0.0 for c in chosen]
     return gates
 
 
@@ -58,16 +59,58 @@ def test_replayed_gates_have_the_closed_form_gradient():
     assert np.abs(got).max() > 0.1  # the router learns under replay
 
 
+@pytest.mark.parametrize("leading", [(), (3, 4)])
+def test_raw_gates_are_the_router_probabilities(leading):
+    """Of some checkpoints (`norm_topk_prob` false) the gates of a token do not sum to one."""
+    logits, routes = sample(*leading)
+    got = replayed_gates(jnp.asarray(logits), jnp.asarray(routes), renormalise=False)
+    np.testing.assert_allclose(got, gates_by_hand(logits, routes, False), rtol=1e-5)
+    own, gates = top_k_routes(jnp.asarray(logits), 2, renormalise=False)
+    again = replayed_gates(jnp.asarray(logits), own, renormalise=False)
+    np.testing.assert_array_equal(again, gates)
+    assert np.all(np.sum(gates, axis=-1) < 0.999)
+
+
+def test_raw_gates_have_the_closed_form_gradient():
+    """d g_x / d s_e = g_x (1[e = route_x] - p_e) for every expert: all of them share the sum."""
+    logits, routes = sample(4, experts=5, k=2)
+    routes[1] = -1
+    routes[2, 1] = -1  # one of two
+    cotangent = np.random.default_rng(1).normal(size=(4, 2)).astype(np.float32)
+
+    def total(s):
+        gates = replayed_gates(s, jnp.asarray(routes), renormalise=False)
+        return jnp.sum(gates * cotangent)
+
+    got = jax.jit(jax.grad(total))(jnp.asarray(logits))
+    wide = np.float64(logits)
+    probs = np.exp(wide) / np.exp(wide).sum(axis=-1, keepdims=True)
+    want = np.zeros((4, 5))
+    for a, x in np.argwhere(routes >= 0):
+        chosen = np.arange(5) == routes[a, x]
+        want[a] += cotangent[a, x] * probs[a, routes[a, x]] * (chosen - probs[a])
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(got[1], 0)
+    assert np.all(np.asarray(got)[[0, 2, 3]])  # also experts that nobody recorded
+
+
+def test_raw_gates_survive_logits_far_apart():
+    logits = jnp.array([[1000.0, 500.0, 1000.0, -500.0]])
+    gates = replayed_gates(logits, jnp.array([[2, 3]]), renormalise=False)
+    np.testing.assert_array_equal(gates, [[0.5, 0.0]])
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("logit", [0.0, np.nan, np.inf, -np.inf])
-def test_padding_routes_give_gate_zero_and_exactly_no_gradient(logit):
+def test_padding_routes_give_gate_zero_and_exactly_no_gradient(logit, renormalise):
     logits, routes = sample(3)
     logits[1] = logit
     routes[1] = -1
 
     def total(s):
-        return jnp.sum(replayed_gates(s, jnp.asarray(routes)) ** 2)
+        return jnp.sum(replayed_gates(s, jnp.asarray(routes), renormalise=renormalise) ** 2)
 
-    gates = replayed_gates(jnp.asarray(logits), jnp.asarray(routes))
+    gates = replayed_gates(jnp.asarray(logits), jnp.asarray(routes), renormalise=renormalise)
     grad = jax.jit(jax.grad(total))(jnp.asarray(logits))
     np.testing.assert_array_equal(gates[1], np.zeros(2))
     np.testing.assert_array_equal(grad[1], np.zeros(6))

@@ -52,9 +52,7 @@ class Attention(nnx.Module):
             self.q_norm = nnx.Param(_neutral(model, K))
             self.k_norm = nnx.Param(_neutral(model, K))
 
-    def qkv(
-        self, x_BTD: Array, position_BT: Array
-    ) -> tuple[Array, Array, Array, Array | None]:
+    def qkv(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array, Array, Array | None]:
         """q (B,T,H,K), k and v (B,T,J,K), and the output's gate (B,T,H,K) if there is one.
 
         q and k are normalised per head, then rotated.

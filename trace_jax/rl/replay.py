@@ -32,7 +32,10 @@ def replayed_gates(
     )
     # Replaced before exp, not after: the gradient of a masked infinity is NaN.
     picked = jnp.where(recorded, picked, jnp.finfo(jnp.float32).min)
-    summed = picked if renormalise else router_logits.astype(jnp.float32)
+    summed = picked
+    if not renormalise:
+        processed = jnp.any(recorded, axis=-1, keepdims=True)
+        summed = jnp.where(processed, router_logits.astype(jnp.float32), 0.0)
     peak = jax.lax.stop_gradient(jnp.max(summed, axis=-1, keepdims=True))
     weight = jnp.where(recorded, jnp.exp(picked - peak), 0.0)
     every = weight if renormalise else jnp.exp(summed - peak)
