@@ -104,6 +104,77 @@ REFUSED = {
         "config.model.heads: got 4",
         "multiple of kv_heads (3)",
     ),
+    "a dense model without a width": (
+        {"model": {"experts": 0}},
+        "config.model.dense_ffn: got 0",
+        "the width of dense MLPs",
+    ),
+    "dense layers without a width": (
+        {"model": {"dense_layers": (1,)}},
+        "config.model.dense_ffn: got 0",
+        "the width of dense MLPs",
+    ),
+    "dense layers of a dense model": (
+        {"model": {"experts": 0, "dense_ffn": 8, "dense_layers": (1,)}},
+        "config.model.dense_layers: got (1,)",
+        "dense in every layer",
+    ),
+    "a shared expert of a dense model": (
+        {"model": {"experts": 0, "dense_ffn": 8, "shared_ffn": 8}},
+        "config.model.shared_ffn: got 8",
+        "dense in every layer",
+    ),
+    "every layer dense": (
+        {"model": {"dense_ffn": 8, "dense_layers": (0, 1, 2, 3)}},
+        "config.model.dense_layers: got (0, 1, 2, 3)",
+        "experts=0",
+    ),
+    "a dense layer that is not there": (
+        {"model": {"dense_ffn": 8, "dense_layers": (4,)}},
+        "config.model.dense_layers: got (4,)",
+        "0..3",
+    ),
+    "dense layers out of order": (
+        {"model": {"dense_ffn": 8, "dense_layers": (2, 1)}},
+        "config.model.dense_layers: got (2, 1)",
+        "in order",
+    ),
+    "a hybrid without linear heads": (
+        {"model": {"full_attention_every": 2}},
+        "config.model.linear_key_heads: got 0",
+        "full_attention_every > 1",
+    ),
+    "value heads that key heads do not divide": (
+        {
+            "model": {
+                "full_attention_every": 2,
+                "linear_key_heads": 2,
+                "linear_value_heads": 3,
+                "linear_key_dim": 4,
+                "linear_value_dim": 4,
+            }
+        },
+        "config.model.linear_value_heads: got 3",
+        "a multiple of linear_key_heads (2)",
+    ),
+    "no layer with full attention": (
+        {
+            "model": {
+                "full_attention_every": 5,
+                "linear_key_heads": 2,
+                "linear_value_heads": 2,
+                "linear_key_dim": 4,
+                "linear_value_dim": 4,
+            }
+        },
+        "config.model.full_attention_every: got 5",
+        "some layer with full attention",
+    ),
+    "an odd part of a head that is rotated": (
+        {"model": {"head_dim": 12, "rotary_fraction": 0.25}},
+        "config.model.head_dim: got 12, of which 3 are rotated",
+        "an even number",
+    ),
     "odd head": ({"model": {"head_dim": 15}}, "config.model.head_dim: got 15", "even"),
     "every layer kept": (
         {"quant": {"keep_first": 2, "keep_last": 2}},
@@ -270,7 +341,11 @@ def test_quant_refuses_guide_layers_that_do_not_parse(text):
 # The smallest value that is refused, or the largest.
 BOUNDS = [
     *[(cfg.Model, name, 0) for name in ("width", "layers", "heads", "kv_heads", "head_dim")],
-    *[(cfg.Model, name, 0) for name in ("experts", "experts_per_token", "expert_ffn")],
+    *[(cfg.Model, name, 0) for name in ("experts_per_token", "expert_ffn", "vocab_size")],
+    *[(cfg.Model, name, -1) for name in ("experts", "shared_ffn", "dense_ffn")],
+    (cfg.Model, "full_attention_every", 0),
+    (cfg.Model, "rotary_fraction", 0.0),
+    (cfg.Model, "rotary_fraction", 1.5),
     (cfg.Model, "rope_theta", 0.0),
     (cfg.Model, "norm_eps", 0.0),
     (cfg.Quant, "keep_first", -1),

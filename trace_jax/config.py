@@ -99,7 +99,7 @@ class Data:
     tokenizer: str = "byte"  # "byte", or a directory with tokenizer.json (+ chat template)
     system_prompt: str | None = None
     thinking: bool | None = None  # switches the chat template's thinking; None: its default
-    reward: str = "exact"  # "exact" | "task" (reasoning-gym's own score == 1) | "module:function"
+    reward: str = "exact"  # "exact" | "number" | "task" | "module:function" (reward/score.py)
 
     def __post_init__(self) -> None:
         config_checks.data(self)

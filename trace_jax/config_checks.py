@@ -119,11 +119,11 @@ def data(section: Any) -> None:
         "a task makes its own held-out prompts: data.eval_path=none",
     )
     require(
-        section.reward in ("exact", "task")
+        section.reward in ("exact", "number", "task")
         or re.fullmatch(r"[\w.]+:\w+", section.reward) is not None,
         "config.data.reward",
         repr(section.reward),
-        "exact, task or module:function",
+        "exact, number, task or module:function",
     )
     require(
         section.reward != "task" or bool(section.task),

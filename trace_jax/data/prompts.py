@@ -36,7 +36,7 @@ def build_prompts(data_cfg: cfg.Data, tokenizer: Tokenizer, seed: int) -> Prompt
 
     Raises:  ValueError or FileNotFoundError before anything else starts: see `tasks`, `jsonl`;
              also a prompt longer than `max_prompt_tokens` under overlong="refuse", a set that is
-             empty, or an item without an answer under reward="exact".
+             empty, or an item without an answer under reward="exact" or "number".
     """
     if data_cfg.path is None:
         train, held_out, repeated = *_gym_split(data_cfg, seed), 0
@@ -75,7 +75,7 @@ def _gym_split(data_cfg: cfg.Data, seed: int) -> tuple[Sequence[Item], Sequence[
 
 def _jsonl_split(data_cfg: cfg.Data, seed: int) -> tuple[Sequence[Item], Sequence[Item], int]:
     assert data_cfg.path is not None
-    answered = data_cfg.reward == "exact"
+    answered = data_cfg.reward in ("exact", "number")
     lines = jsonl.read_jsonl(data_cfg.path, answer_required=answered)
     items = items_lib.distinct(lines)
     if data_cfg.eval_path is not None:
@@ -110,12 +110,12 @@ def _rank(seed: int, item: Item) -> bytes:
 
 
 def _require_judgeable(items: Sequence[Item], reward: str) -> None:
-    if reward == "exact":
+    if reward in ("exact", "number"):
         for item in items:
             fix = "--set data.reward=task lets reasoning-gym judge it"
             where = "config.data.reward"
             need = "an answer to compare with"
-            require(item.answer is not None, where, f"exact, but {item.uid} has none", need, fix)
+            require(item.answer is not None, where, f"{reward}, but {item.uid} has none", need, fix)
 
 
 def _tokenise(

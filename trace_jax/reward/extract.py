@@ -7,8 +7,8 @@ that never closes leaves no answer at all. Then the first of these that finds so
     tag     the last `<answer>...</answer>`
     text    the whole text
 
-White space around the result goes. `config.data.reward` "exact" and "task" use all three; a reward
-function of your own may call `extract_answer(text, methods=("boxed",))`.
+White space around the result goes. `config.data.reward` "exact", "number" and "task" use all three;
+a reward function of your own may call `extract_answer(text, methods=("boxed",))`.
 """
 
 import re

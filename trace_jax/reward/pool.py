@@ -40,8 +40,8 @@ _MAX_FAILED_STARTS = 3  # in a row: the machine cannot run verifiers at all
 class RewardPool:
     """Scores responses; a context manager that owns its processes.
 
-    Args:    reward: "exact", "task" or "module:function" (see `score`). "exact" is linear and
-             calls nothing foreign, so it runs in this process and starts no worker.
+    Args:    reward: see `score`. "exact" and "number" are linear and call
+             nothing foreign, so they run in this process and start no worker.
              workers: processes.
              deadline_s: seconds of wall time an item may take.
              memory_mb: address space a worker may take beyond its imports.
@@ -63,7 +63,7 @@ class RewardPool:
         require(workers >= 1, "RewardPool: workers", workers, ">= 1")
         good = math.isfinite(deadline_s) and deadline_s > 0
         require(good, "RewardPool: deadline_s", deadline_s, "> 0 and finite")
-        self._inline = score.load_scorer(reward) if reward == "exact" else None
+        self._inline = score.load_scorer(reward) if reward in score.INLINE else None
         self._lock = threading.Lock()  # one score_all at a time; callers may be any threads
         self._closed = False
         self._failed_starts = 0

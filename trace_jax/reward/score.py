@@ -1,6 +1,7 @@
 """What a response is worth. A scorer maps a prompt and the response text to a number.
 
     "exact"            1 if the extracted answer equals the gold answer but for white space, else 0
+    "number"           1 if the last number of the extracted answer equals the gold number, else 0
     "task"             1 if reasoning-gym's own score of the extracted answer is exactly 1, else 0
     "module:function"  yours: fn(prompt: Prompt, response_text: str) -> float, any finite number
 
@@ -12,7 +13,9 @@ never a reward of 0 (see `pool`).
 
 import functools
 import importlib
+import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 from trace_jax.checks import message, require
@@ -22,7 +25,11 @@ from trace_jax.types import Prompt
 Scorer = Callable[[Prompt, str], float]
 
 _WHERE = "config.data.reward"
-_NEED = '"exact", "task" or "module:function"'
+_NEED = '"exact", "number", "task" or "module:function"'
+# A minus after a digit or word is an operator; commas group thousands.
+_NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
+
+INLINE = ("exact", "number")  # linear in the length of the response, and they need a gold answer
 
 
 def exact(prompt: Prompt, response_text: str) -> float:
@@ -30,6 +37,20 @@ def exact(prompt: Prompt, response_text: str) -> float:
     if prompt.answer is None:
         raise ValueError(message(prompt.uid, "no answer", "a gold answer to compare with"))
     return float(_words(extract_answer(response_text)) == _words(prompt.answer))
+
+
+def number(prompt: Prompt, response_text: str) -> float:
+    """1.0 if the last number in the extracted answer equals the gold one: "2 * 8 = 16." is 16."""
+    gold = last_number(prompt.answer or "")
+    if gold is None:
+        raise ValueError(message(prompt.uid, f"answer {prompt.answer!r}", "a number"))
+    return float(last_number(extract_answer(response_text)) == gold)
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last decimal number in `text`, without its thousands separators; None without one."""
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
 
 
 def task_score(prompt: Prompt, response_text: str) -> float:
@@ -46,8 +67,8 @@ def load_scorer(spec: str) -> Scorer:
             function that is not there (with the choices), or something that cannot be called.
     """
     check_spec(spec)
-    if spec == "exact":
-        return exact
+    if spec in INLINE:
+        return {"exact": exact, "number": number}[spec]
     if spec == "task":
         import reasoning_gym  # noqa: F401  # its import takes seconds: not within a deadline
 
@@ -70,7 +91,7 @@ def check_spec(spec: str) -> None:
     module, colon, function = spec.partition(":")
     legal = bool(colon) and function.isidentifier()
     legal = legal and all(part.isidentifier() for part in module.split("."))
-    require(spec in ("exact", "task") or legal, _WHERE, repr(spec), _NEED)
+    require(spec in (*INLINE, "task") or legal, _WHERE, repr(spec), _NEED)
 
 
 def _words(text: str) -> str:
