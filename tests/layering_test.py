@@ -28,7 +28,7 @@ RANKS: list[tuple[str, ...]] = [
     ("evaluate", "update"),
     ("stages",),
     ("aot", "loop"),
-    ("compare", "sensitivity"),
+    ("compare", "convert", "generation", "sensitivity"),
     ("inspection",),
     ("inspection_text",),
 ]

@@ -112,7 +112,7 @@ def test_another_model_names_every_field_that_differs(checkpoint, tmp_path):
 
 def test_a_vocabulary_that_is_not_set_is_a_difference_too(checkpoint):
     folder, model, params = checkpoint
-    with pytest.raises(ValueError, match="model.vocab_size None but 272 there"):
+    with pytest.raises(ValueError, match=r"model.vocab_size None but 272 there"):
         sources.start(str(folder), dataclasses.replace(model, vocab_size=None), params)
 
 

@@ -62,7 +62,9 @@ def _layers(found: Inspection) -> str:
 
 
 def _parts(found: Inspection) -> str:
-    rows = [("part", "parameters", "active", "sampler, BF16", "sampler, as configured")]
+    rows: list[tuple[str, ...]] = [
+        ("part", "parameters", "active", "sampler, BF16", "sampler, as configured")
+    ]
     for part, n in found.parameters.items():
         sizes = (size(found.sampler_bf16_bytes[part]), size(found.sampler_bytes[part]))
         rows.append((part, count(n), count(found.active[part]), *sizes))

@@ -1,0 +1,168 @@
+"""Conversions: what goes in comes out, nothing is overwritten, every problem is named first."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import trace_jax
+from trace_jax import convert, overrides, sources
+from trace_jax.checkpoint import Checkpointer
+from trace_jax.data.tokenizer import byte_tokenizer, load_tokenizer
+from trace_jax.models import transformer
+from trace_jax.rundir import open_run
+
+TINY = overrides.load("tiny_cpu")
+MODEL = dataclasses.replace(TINY.model, vocab_size=272, expert_ffn=64)
+DENSE = dataclasses.replace(MODEL, family="qwen3", experts=0, dense_ffn=64)
+
+
+def write(folder, model=MODEL, dtype="bfloat16"):
+    params = transformer.init(model, 272, jax.random.key(3))
+    trace_jax.save(folder, model, params, dtype=dtype, tokenizer=byte_tokenizer())
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }} mine")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("checkpoints") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("checkpoints") / "dense", DENSE)
+
+
+def run(src, dst, **fields):
+    return convert.run(convert.Request(src=str(src), dst=str(dst), **fields))
+
+
+def tensors(folder):
+    from safetensors.numpy import load_file
+
+    return {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
+
+
+def test_saving_again_changes_no_bit_and_keeps_the_tokenizers_files(checkpoint, tmp_path):
+    made = run(checkpoint, tmp_path / "a" / "b")
+    before, after = tensors(checkpoint), tensors(made)
+    assert before.keys() == after.keys() and len(before) > 20
+    for name in before:
+        assert before[name].tobytes() == after[name].tobytes(), name
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (made / name).read_bytes() == (checkpoint / name).read_bytes()
+    assert sources.find(made, "x").model == sources.find(checkpoint, "x").model
+    assert [p.name for p in made.parent.iterdir()] == ["b"]  # nothing else is left behind
+
+
+def test_float32_holds_what_bfloat16_held(checkpoint, tmp_path):
+    made = run(checkpoint, tmp_path / "wide", dtype="float32")
+    for name, wide in tensors(made).items():
+        narrow = tensors(checkpoint)[name]
+        assert wide.dtype == np.float32 and np.array_equal(wide, narrow.astype(np.float32)), name
+
+
+def test_a_run_becomes_a_checkpoint_with_its_tokenizer(tmp_path):
+    params = transformer.init(MODEL, 272, jax.random.key(5))
+    config = dataclasses.replace(TINY, model=MODEL)
+    with (
+        open_run(tmp_path / "run", overrides.to_dict(config)) as opened,
+        Checkpointer(opened.folder("checkpoints"), keep=2) as checkpoints,
+    ):
+        checkpoints.save(1, {"params": params}, {})
+    made = run(tmp_path / "run", tmp_path / "out", dtype="float32")
+    model, loaded = trace_jax.load(made)
+    assert dataclasses.replace(model, compute_dtype=MODEL.compute_dtype) == MODEL
+    for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+        assert np.array_equal(a, b)
+    assert load_tokenizer(str(made)).prompt_ids("hi") == byte_tokenizer().prompt_ids("hi")
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "4over6"])
+def test_an_export_holds_the_codes_of_the_sampler(checkpoint, tmp_path, format):
+    made = run(checkpoint, tmp_path / "fp4", quantise=format)
+    config = json.loads((made / "config.json").read_text())
+    assert config["quantization_config"]["quant_algo"] == "NVFP4"
+    assert (made / "hf_quant_config.json").is_file() and (made / "tokenizer.json").is_file()
+    _, quant, weights = trace_jax.load_quantised(made)
+    model, params = sources.load(sources.find(checkpoint, "x"), "bfloat16")
+    from trace_jax.weight_sync import make_sync
+
+    expected = make_sync(model, quant)(params, 0)
+    pairs = zip(jax.tree.leaves(weights.params), jax.tree.leaves(expected.params), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+    assert quant.weights is not None and (made / "chat_template.jinja").is_file()
+    again = run(made, tmp_path / "decoded", dtype="float32")
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    values = trace_jax.load(made)[1]["layers"]["moe"]["gate_up"][0, 0, 64:]
+    assert np.array_equal(tensors(again)[name], values)
+
+
+def test_hscale_changes_scales_by_the_calibration_text(dense, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("reverse abc\n\nthe cat sat on the mat\n" * 5)
+    plain = run(dense, tmp_path / "plain", quantise="nvfp4")
+    fine = run(dense, tmp_path / "fine", quantise="hscale", calibration=str(text))
+    same = [
+        np.array_equal(a, tensors(fine)[name])
+        for name, a in tensors(plain).items()
+        if name.endswith("weight_scale")
+    ]
+    assert len(same) >= 6 and not all(same)
+
+
+def test_a_dense_model_becomes_experts(dense, tmp_path):
+    pytest.importorskip("trace_jax.upcycle")
+    made = run(dense, tmp_path / "moe", upcycle=(4, 2))
+    model = sources.find(made, "x").model
+    assert (model.experts, model.experts_per_token, model.family) == (4, 2, "qwen3_moe")
+    up = trace_jax.load(made)[1]["layers"]["moe"]["gate_up"]
+    assert np.array_equal(up[:, 0], trace_jax.load(dense)[1]["layers"]["mlp"]["gate_up"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"src": "nowhere/at/all"}, ["--src: got nowhere/at/all, no directory"]),
+        ({"src": "nothing.gguf"}, ["--src: got nothing.gguf, no file"]),
+        ({"dst": "{src}"}, ["--dst: got ", "nothing is ever overwritten"]),
+        ({"dtype": "float16"}, ["--dtype: got 'float16', need one of"]),
+        ({"quantise": "int8"}, ["--quantise: format: got 'int8', need one of"]),
+        ({"quantise": "mxfp4"}, ["--quantise: got mxfp4, need nvfp4, 4over6 or hscale"]),
+        ({"quantise": "hscale"}, ["--calibration: got nothing, need a text file"]),
+        ({"quantise": "hscale:hif4", "calibration": "x"}, ["--quantise: got hscale:hif4", "x, no"]),
+        ({"quantise": "nvfp4", "calibration": "x"}, ["--calibration: got x, need --quantise=hsca"]),
+        ({"upcycle": (2, 3)}, ["--upcycle: got 2x3, need EXPERTSxPER_TOKEN", "which has experts"]),
+        ({"dtype": "x", "quantise": "x", "dst": "{src}"}, ["--dst: ", "--dtype: ", "--quantise: "]),
+    ],
+)
+def test_every_problem_is_named_before_anything_is_written(checkpoint, tmp_path, fields, says):
+    fields = {"src": str(checkpoint), "dst": str(tmp_path / "out")} | fields
+    fields["dst"] = fields["dst"].replace("{src}", str(checkpoint))
+    with pytest.raises(ValueError) as caught:
+        convert.run(convert.Request(**fields))
+    for part in says:
+        assert part in str(caught.value)
+    assert all(": got " in line and ", need " in line for line in str(caught.value).splitlines())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_half_way_leaves_nothing(checkpoint, tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(convert, "copy_tokenizer", broken)
+    with pytest.raises(OSError, match="disk full"):
+        run(checkpoint, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_written_is_listed(checkpoint, tmp_path):
+    made = run(checkpoint, tmp_path / "out")
+    text = convert.describe(made)
+    size = (made / "model.safetensors").stat().st_size
+    assert f"{size:,}  model.safetensors" in text
+    assert f"python launch/inspect.py --model={made}" in text
