@@ -134,7 +134,7 @@ def test_wrong_parameters_are_named_before_anything_is_written(tmp_path):
 
 def test_model_without_a_family_is_refused(tmp_path):
     model, params = small()
-    with pytest.raises(ValueError, match="partial_rotary_factor: got 0.5"):
+    with pytest.raises(ValueError, match=r"partial_rotary_factor: got 0\.5"):
         odd = dataclasses.replace(model, rotary_fraction=0.5)
         trace_jax.save(tmp_path / "out", odd, params)
 

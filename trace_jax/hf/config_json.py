@@ -4,7 +4,7 @@ What we do not compute is refused by name; keys that change no logit (dropout, i
 ids) are passed over. Defaults are those of transformers 5 for each model type. Both spellings are
 read: `num_experts` / `num_local_experts`, `rope_theta` / `rope_parameters`,
 `full_attention_interval` / `layer_types`.
-Source: transformers' configuration classes of the five model types.
+Source: transformers' configuration classes of the model types.
 """
 
 import dataclasses
@@ -22,14 +22,15 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
 }
 # model types that are one family: the text part alone, and with a vision tower around it
 _FAMILY_OF = {name: name for name in ARCHITECTURES} | {"qwen3_5_moe_text": "qwen3_5_moe"}
 _HYBRID = ("qwen3_next", "qwen3_5_moe")
-_MOE = ("qwen3_moe", *_HYBRID)
-_KV_HEADS = {"qwen3_moe": 4, "qwen3": 32, "qwen3_next": 2, "qwen3_5_moe": 2}
+_MOE = ("qwen3_moe", "mixtral", *_HYBRID)
+_KV_HEADS = {"qwen3_moe": 4, "qwen3": 32, "mixtral": 8, "qwen3_next": 2, "qwen3_5_moe": 2}
 _HEAD_DIM = {"qwen3": 128, "qwen3_next": 256, "qwen3_5_moe": 256}
 
 # the only value that we compute; absent means that value
@@ -65,7 +66,7 @@ def read(directory: str | pathlib.Path) -> Json:
 def is_nvfp4(config: Json) -> bool:
     """Whether the weights on disk are NVFP4 as ModelOpt writes it."""
     quantisation = {**config, **config.get("text_config", {})}.get("quantization_config") or {}
-    return quantisation.get("quant_algo") == "NVFP4"
+    return quantisation.get("quant_algo") in ("NVFP4", "W4A16_NVFP4")
 
 
 def model_of(config: Json, dtype: str = "bfloat16", where: str = "config.json") -> cfg.Model:
@@ -95,14 +96,14 @@ def model_of(config: Json, dtype: str = "bfloat16", where: str = "config.json") 
         "vocab_size": _number(config, "vocab_size", where),
         "width": width,
         "layers": _number(config, "num_hidden_layers", where),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "norm_eps": config.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
         "zero_centred_norm": family in _HYBRID,
         "tie_embeddings": _tied(outer, where),
         "compute_dtype": dtype,
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads", _KV_HEADS.get(family, heads)),
         "head_dim": config.get("head_dim", _HEAD_DIM.get(family, width // heads)),
-        "qk_norm": family != "llama",
+        "qk_norm": family not in ("llama", "mixtral"),
         "gated_attention": family in _HYBRID,
     }
     fields |= _rope(config, family, where)
@@ -206,6 +207,8 @@ def _ffn(config: Json, family: str, where: str) -> dict[str, Any]:
     """Experts, shared expert and dense MLPs."""
     if family not in _MOE:
         return {"experts": 0, "dense_ffn": _number(config, "intermediate_size", where)}
+    if family == "mixtral":
+        return _mixtral(config, where)
     layers = _number(config, "num_hidden_layers", where)
     spellings = ("num_experts", "num_local_experts")
     given = {config[name] for name in spellings if name in config}
@@ -233,6 +236,18 @@ def _ffn(config: Json, family: str, where: str) -> dict[str, Any]:
         "shared_ffn": shared,
         "dense_ffn": width,
         "dense_layers": dense,
+    }
+
+
+def _mixtral(config: Json, where: str) -> dict[str, Any]:
+    """Experts in every layer, gates always renormalised."""
+    window = config.get("sliding_window")
+    require(window is None, f"{where}: sliding_window", window, "null: full attention")
+    return {
+        "experts": config.get("num_local_experts", 8),
+        "experts_per_token": config.get("num_experts_per_tok", 2),
+        "expert_ffn": _number(config, "intermediate_size", where),
+        "renormalise_gates": True,
     }
 
 
@@ -281,7 +296,14 @@ def config_of(model: cfg.Model, context: int = 32_768) -> dict[str, Any]:
         }
     if model.dense_ffn or family not in _MOE:
         config["intermediate_size"] = model.dense_ffn
-    if family in _MOE:
+    if family == "mixtral":
+        config |= {
+            "intermediate_size": model.expert_ffn,
+            "num_local_experts": model.experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "sliding_window": None,
+        }
+    elif family in _MOE:
         config |= {
             "num_experts": model.experts,
             "num_local_experts": model.experts,

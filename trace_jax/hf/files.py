@@ -168,7 +168,7 @@ class Reader:
         self.tensors = tensors
         self._files: dict[pathlib.Path, int] = {}
 
-    def __enter__(self) -> "Reader":
+    def __enter__(self) -> Any:  # the class itself, or the one that extends it
         return self
 
     def __exit__(self, *exc_info: object) -> None:
