@@ -74,6 +74,11 @@ _SPECS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {"tie_word_embeddings": True, "rope_parameters": _rope(1e4), "num_key_value_heads": 4},
     ),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _rope(1e4)},
+    ),
     "qwen3_next": (
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",

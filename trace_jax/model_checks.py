@@ -7,7 +7,7 @@ from trace_jax.checks import require
 from trace_jax.field_checks import check
 from trace_jax.guidance.record import SITES
 
-FAMILIES = ("qwen3_moe", "qwen3", "llama", "qwen3_next", "qwen3_5_moe")
+FAMILIES = ("qwen3_moe", "qwen3", "llama", "mixtral", "qwen3_next", "qwen3_5_moe")
 
 
 def model(section: Any) -> None:

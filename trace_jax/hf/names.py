@@ -8,7 +8,7 @@ loading and saving read the same rows.
 Layouts: experts one tensor each (`experts.0.gate_proj.weight`), fused (`experts.gate_up_proj`
 (E, 2I, H), `experts.down_proj` (E, H, I)), or fused and transposed (E, H, 2I), (E, I, H); names
 under `model.` or, in a multimodal checkpoint, `model.language_model.`. Source: transformers'
-`conversion_mapping` and modelling files of the five model types.
+`conversion_mapping` and modelling files of the model types.
 """
 
 import dataclasses
@@ -27,6 +27,9 @@ PREFIXES = ("model.language_model.", "model.")
 Path = tuple[str, ...]
 Index = tuple[int | slice, ...]
 Array = np.ndarray
+Spelling = tuple[str, str, str]  # of the gate, up and down matrices
+_USUAL: Spelling = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL: Spelling = ("w1", "w3", "w2")
 
 # Parts of a checkpoint that a text model does not use: what, and how they are recognised.
 LEFT_OUT = {
@@ -251,12 +254,14 @@ def _grouped(model: cfg.Model, at: str, row: int) -> Iterator[Tensor]:
 
 def _moe(model: cfg.Model, layout: Layout, at: str, row: int) -> Iterator[Tensor]:
     D, E, F, S = model.width, model.experts, model.expert_ffn, model.shared_ffn
-    path, at = ("layers", "moe"), f"{at}mlp."
+    mixtral = model.family == "mixtral"
+    path, at = ("layers", "moe"), f"{at}{'block_sparse_moe' if mixtral else 'mlp'}."
     gate_up, down = (*path, "gate_up"), (*path, "down")
     yield _turned(f"{at}gate.weight", (*path, "router"), (row,), (E, D))
     if layout.experts == "each":
         for e in range(E):
-            yield from _swiglu(f"{at}experts.{e}.", gate_up, down, (row, e), D, F)
+            spelling = _MIXTRAL if mixtral else _USUAL
+            yield from _swiglu(f"{at}experts.{e}.", gate_up, down, (row, e), D, F, spelling)
     elif layout.experts == "fused":
         yield _plain(f"{at}experts.gate_up_proj", gate_up, (row,), (E, 2 * F, D))
         yield _plain(f"{at}experts.down_proj", down, (row,), (E, D, F))
@@ -276,10 +281,13 @@ def _mlp(model: cfg.Model, layout: Layout, at: str, row: int) -> Iterator[Tensor
     yield from _swiglu(f"{at}mlp.", *leaves, (row,), D, model.dense_ffn)
 
 
-def _swiglu(at: str, gate_up: Path, down: Path, index: Index, D: int, F: int) -> Iterator[Tensor]:
-    yield _plain(f"{at}gate_proj.weight", gate_up, (*index, slice(0, F)), (F, D))
-    yield _plain(f"{at}up_proj.weight", gate_up, (*index, slice(F, 2 * F)), (F, D))
-    yield _plain(f"{at}down_proj.weight", down, index, (D, F))
+def _swiglu(
+    at: str, gate_up: Path, down: Path, index: Index, D: int, F: int, names: Spelling = _USUAL
+) -> Iterator[Tensor]:
+    gate, up, last = names
+    yield _plain(f"{at}{gate}.weight", gate_up, (*index, slice(0, F)), (F, D))
+    yield _plain(f"{at}{up}.weight", gate_up, (*index, slice(F, 2 * F)), (F, D))
+    yield _plain(f"{at}{last}.weight", down, index, (D, F))
 
 
 _COMPONENTS: dict[str, Callable[[cfg.Model, Layout, str, int], Iterator[Tensor]]] = {
