@@ -45,7 +45,7 @@ def test_experts_are_packed_two_codes_a_byte_and_the_rest_is_cast(params, sync):
             "global": ((2, E, 1, 1), jnp.float32),
         }
     assert packed["attention"]["q"].dtype == weights.params["embed"].dtype == jnp.bfloat16
-    for leaf in (packed["moe"]["router"], packed["moe_norm"], weights.params["final_norm"]):
+    for leaf in (packed["moe"]["router"], packed["ffn_norm"], weights.params["final_norm"]):
         assert leaf.dtype == jnp.float32
     np.testing.assert_array_equal(packed["moe"]["router"], params["layers"]["moe"]["router"][1:])
     cast = params["layers"]["attention"]["q"].astype(jnp.bfloat16)

@@ -41,16 +41,46 @@ LENGTHS = (
 )  # of the usual prompts: one bucket of tokens, and with two samples one of rows
 
 
+# Every kind of layer and feed-forward; segments of one layer and of a repeated period.
+MODELS = {
+    "moe": MODEL,
+    "dense": dataclasses.replace(
+        MODEL, family="llama", experts=0, dense_ffn=40, qk_norm=False, tie_embeddings=False
+    ),
+    "moe and dense": dataclasses.replace(
+        MODEL, layers=3, dense_layers=(0,), dense_ffn=24, renormalise_gates=False
+    ),
+    "hybrid": dataclasses.replace(
+        MODEL,
+        family="qwen3_next",
+        layers=5,
+        full_attention_every=2,
+        linear_key_heads=2,
+        linear_value_heads=4,
+        linear_key_dim=8,
+        linear_value_dim=8,
+        gated_attention=True,
+        zero_centred_norm=True,
+        rotary_fraction=0.5,
+        shared_ffn=16,
+    ),
+}
+
+
 @functools.cache
-def rough_params(seed: int = 0) -> Any:
+def rough_params(seed: int = 3, model: cfg.Model = MODEL) -> Any:
     """Random parameters with norms that are not 1, and embeddings so large that logits matter."""
     rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(lambda: transformer.init(MODEL, VOCAB, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: transformer.init(model, VOCAB, jax.random.key(0)))
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if path[-1].key.endswith("norm"):
-            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
-        size = 0.4 if path[-1].key == "embed" else leaf.shape[-1] ** -0.5
+        name = path[-1].key
+        if name.endswith("norm"):
+            off = 1 if model.zero_centred_norm and len(path) != 3 else 0
+            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape) - off, leaf.dtype)
+        if name in ("A_log", "dt_bias"):
+            return jnp.asarray(rng.uniform(-1.0, 1.0, leaf.shape), leaf.dtype)
+        size = 0.4 if name in ("embed", "head") else leaf.shape[-1] ** -0.5
         return jnp.asarray(rng.standard_normal(leaf.shape) * size, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
@@ -107,7 +137,7 @@ def make_pair(
         generate=jax_engine.make_generate(model, quant, rollout, stop_ids=STOPS, pad_id=PAD),
         log_probs=jax.jit(log_probs),
         sync=weight_sync.make_sync(model, quant),
-        params=rough_params(),
+        params=rough_params(model=dataclasses.replace(model, compute_dtype="float32")),
     )
 
 

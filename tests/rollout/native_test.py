@@ -42,7 +42,7 @@ def operands(codes, scale_bytes):
 @functools.partial(jax.jit, static_argnums=2)
 def run(x, routes, rule, weight):
     params = types.SimpleNamespace(gate_up=nnx.Param(weight))
-    layer = native.Projections(NVFP4, formats.get("nvfp4", global_rule=rule), params)
+    layer = native.Projections(NVFP4, formats.get("nvfp4", global_rule=rule), params, "expert")
     dispatch = gm.make_dispatch(routes, E)
     y = layer.gate_up(x, dispatch)
     codes, scales, global_ = layer.kept["expert_in"]
