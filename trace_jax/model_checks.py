@@ -14,11 +14,13 @@ def model(section: Any) -> None:
     """Shapes that fit together."""
     counts = ("width", "layers", "heads", "kv_heads", "head_dim", "vocab_size", "conv_width")
     optional = ("experts", "shared_ffn", "dense_ffn")
+    least: dict[str, int | float] = dict.fromkeys((*counts, "full_attention_every"), 1)
+    least |= dict.fromkeys(optional, 0)
     check(
         section,
         "config.model",
         choices={"compute_dtype": ("bfloat16", "float32"), "family": FAMILIES},
-        least=dict.fromkeys((*counts, "full_attention_every"), 1) | dict.fromkeys(optional, 0),
+        least=least,
         above={"rope_theta": 0, "norm_eps": 0, "rotary_fraction": 0},
         most={"rotary_fraction": 1},
     )

@@ -254,14 +254,16 @@ class _Layer:
         return y
 
     def _count(self, name: str, stats: sites.SiteStats, *, compared: bool) -> None:
-        counts = self.counts
-        counts[f"{CODED}{name}"] = stats.coded
-        counts[f"quant/nonfinite_blocks/{name}"] = stats.nonfinite
+        found: dict[str, Any] = {
+            f"{CODED}{name}": stats.coded,
+            f"quant/nonfinite_blocks/{name}": stats.nonfinite,
+        }
         if compared:
             agreement = "agreement" if self.quant.guide == "codes" else "bit_agreement"
-            counts[f"guide/{agreement}/{name}"] = stats.agreement
-            counts[f"quant/code_flip_rate/{name}"] = stats.flips
-            counts[f"guide/scale_equal/{name}"] = stats.scale_equal
-            counts[f"guide/undecoded/{name}"] = stats.undecoded
+            found[f"guide/{agreement}/{name}"] = stats.agreement
+            found[f"quant/code_flip_rate/{name}"] = stats.flips
+            found[f"guide/scale_equal/{name}"] = stats.scale_equal
+            found[f"guide/undecoded/{name}"] = stats.undecoded
             for kind in ("zero_scales", "nan_scales", "saturated_blocks"):
-                counts[f"quant/{kind}/{name}"] = getattr(stats, kind)
+                found[f"quant/{kind}/{name}"] = getattr(stats, kind)
+        self.counts.update(found)

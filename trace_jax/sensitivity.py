@@ -24,7 +24,10 @@ from trace_jax.reward.pool import RewardPool
 from trace_jax.types import Mean
 
 # Sites that are kept or left out together: K and V of a layer are
-UNITS = {"expert_in": ("expert_in",), "expert_hidden": ("expert_hidden",), "kv": ("k", "v")}
+UNITS = {
+    **{site: (site,) for site in ("expert_in", "expert_hidden", "mlp_in", "mlp_hidden")},
+    "kv": ("k", "v"),
+}
 Unit = tuple[str, int]  # (name out of UNITS, layer)
 
 
@@ -62,7 +65,7 @@ def measure(config: cfg.Config, start: str, *, budget: int, tries: int | None = 
     quant = dataclasses.replace(config.quant, rollout="fp4", trainer="trace", guide_layers="all")
     run = dataclasses.replace(config.run, init_from=start)
     config = dataclasses.replace(config, quant=quant, warm_start=None, run=run)
-    spec = qat_plan.guidance_spec(quant, config.model.layers)
+    spec = qat_plan.guidance_spec(quant, config.model)
     assert spec is not None  # the trainer is guided
     cost = costs(config.model, quant, spec)
     units, tries = tuple(cost), 4 * len(cost) if tries is None else tries
@@ -70,8 +73,7 @@ def measure(config: cfg.Config, start: str, *, budget: int, tries: int | None = 
     shapes = jax.eval_shape(lambda: stages.initial_params(built))
     params, _ = sources.start(start, config.model, shapes)
     gap, undecoded = _make_gap(built, params)
-    stop = max(layer for _, layer in units) + 1
-    first = min(layer for _, layer in units)
+    first, stop = quant.keep_first, config.model.layers - quant.keep_last
     half = frozenset(unit for unit in units if unit[1] >= (first + stop) // 2)
     with progress(len(units) + 3 + tries, "probing") as bar:
 
@@ -100,7 +102,7 @@ def costs(model: cfg.Model, quant: cfg.Quant, spec: GuidanceSpec) -> dict[Unit, 
     for name, sites in UNITS.items():
         for layer in spec.layers_of(sites[0]) if sites[0] in spec.sites else ():
             one = dataclasses.replace(quant, guide_layers=f"{name}={layer}")
-            alone = qat_plan.guidance_spec(one, model.layers)
+            alone = qat_plan.guidance_spec(one, model)
             found[name, layer] = qat_plan.bytes_per_token(alone, model)
     return found
 
@@ -167,5 +169,5 @@ def compact_bytes(config: cfg.Config) -> int:
         guide_scale_bits=8,
         guide_global_bits=32,
     )
-    spec = qat_plan.guidance_spec(compact, config.model.layers)
+    spec = qat_plan.guidance_spec(compact, config.model)
     return qat_plan.bytes_per_token(spec, config.model)

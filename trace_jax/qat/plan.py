@@ -43,8 +43,8 @@ def layer_plans(quant: cfg.Quant, model: cfg.Model) -> tuple[LayerPlan, ...]:
         for name in _FORMATS:
             text = getattr(quant, name)
             has = kind.mixer in components[name] or kind.ffn in components[name]
-            inside = first <= i < stop and has and text is not None
-            used[name] = formats.get(text) if inside else None
+            inside = first <= i < stop and has
+            used[name] = formats.get(text) if inside and text is not None else None
         recorded = tuple(site for site, ids in kept.items() if i in ids)
         plans.append(LayerPlan(kind=kind, **used, recorded=recorded))
     return tuple(plans)
