@@ -60,10 +60,14 @@ CONFIGS = {
         "LlamaConfig",
         {**_SHAPE, "intermediate_size": 56, "tie_word_embeddings": True, "rope_scaling": _LLAMA3},
     ),
+    "mixtral": (
+        "MixtralConfig",
+        {**_SHAPE, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "qwen3_next": ("Qwen3NextConfig", {**_SHAPE, **_HYBRID, "intermediate_size": 56}),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_SHAPE, **_HYBRID}),
 }
-EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe")
+EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "mixtral", "qwen3_next", "qwen3_5_moe")
 
 
 def hf_model(kind: str, dtype=torch.float32, seed: int = 0):
@@ -108,13 +112,15 @@ def fuse(transposed: bool):
 
     def change(found: dict) -> dict:
         out, experts = {}, {}
+        usual = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's names
         for name, value in found.items():
+            name = name.replace("block_sparse_moe", "mlp")
             before, is_expert, after = name.partition(".experts.")
             if not is_expert:
                 out[name] = value
                 continue
             e, projection, _ = after.split(".")
-            experts.setdefault(before, {})[projection, int(e)] = value
+            experts.setdefault(before, {})[usual.get(projection, projection), int(e)] = value
         for before, parts in experts.items():
             count = len(parts) // 3
 

@@ -38,7 +38,7 @@ def test_model_has_the_fields_that_transformers_has(kind, tmp_path):
     assert model.rotary_fraction == (0.25 if hybrid else 1.0)
     assert model.zero_centred_norm == model.gated_attention == hybrid
     assert model.full_attention_every == (4 if hybrid else 1)
-    assert model.qk_norm == (kind != "llama")
+    assert model.qk_norm == (kind not in ("llama", "mixtral"))
     assert model.dense_layers == ((1,) if kind == "qwen3_moe_mixed" else ())
     assert model.renormalise_gates == (kind != "qwen3_moe_mixed")
     assert model.shared_ffn == (40 if hybrid else 0)

@@ -254,7 +254,8 @@ def _grouped(model: cfg.Model, at: str, row: int) -> Iterator[Tensor]:
 
 def _moe(model: cfg.Model, layout: Layout, at: str, row: int) -> Iterator[Tensor]:
     D, E, F, S = model.width, model.experts, model.expert_ffn, model.shared_ffn
-    mixtral = model.family == "mixtral"
+    # transformers renames Mixtral's module where it fuses the experts
+    mixtral = model.family == "mixtral" and layout.experts == "each"
     path, at = ("layers", "moe"), f"{at}{'block_sparse_moe' if mixtral else 'mlp'}."
     gate_up, down = (*path, "gate_up"), (*path, "down")
     yield _turned(f"{at}gate.weight", (*path, "router"), (row,), (E, D))
