@@ -118,6 +118,36 @@ def test_the_two_sites_add_up_to_the_papers_50_and_8_kib():
     assert (7_680 + 960) / 1024 == 8.4375
 
 
+def test_a_whole_hybrid_model_costs_what_the_paper_says():
+    """Qwen3.5-35B-A3B as it is: 40 MoE layers, every fourth of them with full attention."""
+    linear = {"linear_key_heads": 16, "linear_value_heads": 32}
+    linear |= {"linear_key_dim": 128, "linear_value_dim": 128}
+    model = dataclasses.replace(QWEN, full_attention_every=4, shared_ffn=512, **linear)
+    full = plan.guidance_spec(cfg.Quant(**ONE), model)
+    assert plan.bytes_per_token(full, model) == 46_080 + 5_760
+    compact = cfg.Quant(guide="mantissa", guide_layers="latter_half", **ONE)
+    assert plan.bytes_per_token(plan.guidance_spec(compact, model), model) == 7_680 + 960
+    assert full.layers_of("k") == tuple(range(3, 40, 4))
+
+
+def test_only_what_a_layer_has_is_quantised():
+    """Layers 0 and 1 are linear and dense, 2 linear and MoE, 3 attends: each format where it is."""
+    linear = dict.fromkeys(("linear_key_heads", "linear_value_heads"), 1)
+    linear |= dict.fromkeys(("linear_key_dim", "linear_value_dim"), 8)
+    model = cfg.Model(full_attention_every=4, dense_layers=(0, 1), dense_ffn=48, **linear)
+    for mlps, acts in (("experts", [False, False, True, True]), ("all", [True] * 4)):
+        plans = plan.layer_plans(cfg.Quant(mlps=mlps, guide_hidden=True), model)
+        assert [p.acts is not None for p in plans] == acts
+        assert [p.weights is not None for p in plans] == acts
+        assert [p.kv is not None for p in plans] == [False, False, False, True]
+        inside = ("mlp_in", "mlp_hidden") if mlps == "all" else ()
+        moe = ("expert_in", "expert_hidden")
+        assert [p.recorded for p in plans] == [inside, inside, moe, (*moe, "k", "v")]
+    spec = plan.guidance_spec(cfg.Quant(mlps="all", guide_hidden=True, **ONE), model)
+    by_hand = 2 * (64 + 8 + 24 + 3) + 2 * (64 + 8 + 2 * (32 + 4)) + 2 * 2 * (16 + 2)
+    assert plan.bytes_per_token(spec, model) == by_hand
+
+
 def test_bytes_per_token_of_a_model_are_the_sum_over_layers_and_sites():
     """One layer in codes: D/2 + D/16; K and V: J heads of K/2 + K/16; hidden: X rows of F."""
     quant = cfg.Quant(guide_hidden=True, **ONE)

@@ -118,3 +118,48 @@ def test_a_trainer_in_bf16_has_an_audit_of_nothing(params):
     assert audit.weights == audit.sites == ()
     assert {row.why for row in audit.rows} == {'quant.trainer="bf16"'}
     assert np.all([row.format is None for row in audit.rows])
+
+
+HYBRID = dataclasses.replace(
+    MODEL,
+    layers=6,
+    full_attention_every=3,
+    linear_key_heads=1,
+    linear_value_heads=2,
+    linear_key_dim=8,
+    linear_value_dim=8,
+    dense_layers=(0, 3),
+    dense_ffn=20,
+    shared_ffn=12,
+)
+
+
+def test_the_audit_of_a_mixed_model_goes_by_absolute_layers_and_leaves_the_rest_plain():
+    shapes = jax.eval_shape(lambda: transformer.init(HYBRID, 16, jax.random.key(0)))
+    audit = trainer_audit(HYBRID, cfg.Quant(mlps="all", keep_first=1, keep_last=1), shapes)
+    ffn = {1: "moe", 2: "moe", 3: "mlp", 4: "moe"}  # layers 0 and 5 are kept
+    assert set(audit.weights) == {
+        f"layers/{i}/{name}/{leaf}" for i, name in ffn.items() for leaf in ("gate_up", "down")
+    }
+    inputs = {
+        "moe": ("moe/expert_in", "moe/expert_hidden"),
+        "mlp": ("mlp/mlp_in", "mlp/mlp_hidden"),
+    }
+    sites = {f"layers/{i}/{site}" for i, name in ffn.items() for site in inputs[name]}
+    assert set(audit.sites) == sites | {f"layers/2/attention/{kv}_cache" for kv in "kv"}
+    why = {row.path: row.why for row in audit.rows if row.format is None}
+    assert why["layers/0/mlp/down"] == why["layers/5/moe/down"] == "layer kept as it is"
+    for plain in ("layers/1/moe/shared_down", "layers/4/linear/qkv", "layers/2/attention/q"):
+        assert why[plain] == "no rule"
+    held = weight_sync.make_sync(HYBRID, cfg.Quant(mlps="all", keep_first=1, keep_last=1))
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    quant = cfg.Quant(mlps="all", keep_first=1, keep_last=1)
+    assert audit.diff(sampler_audit(HYBRID, quant, held(zeros, 0).params)) == []
+
+
+def test_a_kept_component_needs_no_rule():
+    """The only dense MLP is in the layer kept: a rule for it would match nothing."""
+    model = dataclasses.replace(MODEL, dense_layers=(0,), dense_ffn=20)
+    shapes = jax.eval_shape(lambda: transformer.init(model, 16, jax.random.key(0)))
+    audit = trainer_audit(model, cfg.Quant(mlps="all", keep_first=1), shapes)
+    assert not any("/mlp/" in path for path in (*audit.weights, *audit.sites))

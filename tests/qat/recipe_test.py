@@ -262,3 +262,31 @@ def test_an_embedding_is_quantised_where_the_rule_names_its_axis():
     known = {"e/embedding": Weight(shape=(9, 32), owner="e", only_by_axis="an embedding")}
     recipe = Recipe(rules=(rule("e", axis=-1),))
     assert resolve(recipe, known).audit.weights == ("e/embedding",)
+
+
+def stack_of(ids, **changes):
+    """A recipe over a stack whose rows belong to some of six layers only."""
+    options = {"rules": (rule("layers/*/mlp/w"),), "layers": "layers/*", "scanned": True}
+    return Recipe(**options, rows=(("layers/mlp", ids),), **changes)
+
+
+def test_rows_of_a_stack_of_some_layers_go_by_the_numbers_of_those_layers():
+    known = weights("layers/mlp/w", shape=(3, 32, 32)) | weights("layers/norm/w", shape=(6, 32, 32))
+    plan = resolve(stack_of((1, 3, 4), keep_first=2, keep_last=1), known)
+    rows = {row.path: (row.layer, row.format, row.why) for row in plan.rows}
+    assert {path: row for path, row in rows.items() if "mlp" in path} == {
+        "layers/1/mlp/w": (1, None, "layer kept as it is"),
+        "layers/3/mlp/w": (3, "nvfp4", ""),
+        "layers/4/mlp/w": (4, "nvfp4", ""),
+    }
+    assert plan.weights["layers/mlp/w"].layers == (False, True, True)  # by row
+    assert {row.layer for row in plan.rows if "norm" in row.path} == set(range(6))
+
+
+def test_a_stack_with_another_number_of_rows_is_refused_by_name():
+    known = weights("layers/mlp/w", shape=(2, 32, 32))
+    with pytest.raises(ValueError, match=r"layers/mlp/w: got 2 rows, need one for each .*1, 3, 4"):
+        resolve(stack_of((1, 3, 4)), known)
+    for ids, path in (((3, 1), "layers/mlp"), ((1, 3), "other")):
+        with pytest.raises(ValueError, match="Recipe: rows"):
+            Recipe(rules=(rule("a"),), layers="layers/*", scanned=True, rows=((path, ids),))
