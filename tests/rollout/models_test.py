@@ -202,6 +202,18 @@ def test_layers_come_out_of_the_samplers_stacks_and_go_back(tiny):
     jax.tree.map(np.testing.assert_array_equal, again, held)
 
 
+@pytest.mark.parametrize("name", ["moe and dense", "hybrid"])
+def test_what_both_sides_use_in_float32_arithmetic_is_sent_in_float32(tiny, name):
+    model = dataclasses.replace(tiny.MODELS[name], compute_dtype="bfloat16")
+    held = weight_sync.make_sync(model, BF16)(tiny.rough_params(model=tiny.MODELS[name]), 0).params
+    leaves = jax.tree_util.tree_leaves_with_path(held)
+    wide = {path[-1].key for path, leaf in leaves if leaf.dtype == jnp.float32}
+    want = {"router", "mixer_norm", "ffn_norm", "final_norm", "q_norm", "k_norm"}
+    gated_delta = {"A_log", "dt_bias", "conv", "norm"}
+    assert wide == (want | gated_delta | {"shared_gate"} if name == "hybrid" else want)
+    assert {str(leaf.dtype) for _, leaf in leaves} == {"float32", "bfloat16"}
+
+
 @pytest.mark.parametrize(
     ("quant", "start"),
     [
