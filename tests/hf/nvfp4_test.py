@@ -195,8 +195,8 @@ def test_tensors_have_the_layout_that_servers_read(kind, chosen, tmp_path):
     assert section["quant_algo"] == legacy["quant_algo"] == algorithm
     assert section["group_size"] == legacy["group_size"] == 16
     assert section["ignore"] == legacy["exclude_modules"]
-    assert (section["kv_cache_scheme"] is None) == (quant.kv is None)
-    assert legacy["kv_cache_quant_algo"] == (None if quant.kv is None else "NVFP4")
+    kv = None if quant.kv is None else "NVFP4"
+    assert section.get("kv_cache_scheme") == legacy["kv_cache_quant_algo"] == kv
     packed = 0
     for name, value in found.items():
         if not name.endswith(".weight") or value.ndim != 2:
@@ -363,10 +363,15 @@ def test_truncated_shard_fails_by_name(exported, tmp_path):
             read(tmp_path)
 
 
-def test_checkpoint_of_another_tool_is_read_off_its_weights(exported, tmp_path):
+@pytest.mark.parametrize("only_legacy", [False, True])
+def test_checkpoint_of_another_tool_is_read_off_its_weights(only_legacy, exported, tmp_path):
     for file in exported.iterdir():
         if file.name != "trace_jax_quant.json":
             (tmp_path / file.name).write_bytes(file.read_bytes())
+    if only_legacy:
+        config = json.loads((tmp_path / "config.json").read_text())
+        del config["quantization_config"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
     model, quant, weights = trace_jax.load_quantised(tmp_path)
     assert model == MODELS["qwen3_moe"]
     assert (quant.weights, quant.acts) == ("nvfp4:convention=modelopt", "nvfp4")

@@ -50,9 +50,24 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 def read(directory: str | pathlib.Path) -> Json:
     """The config.json of a checkpoint directory.
 
+    Quantisation that only ModelOpt's older hf_quant_config.json tells is put beside it.
     Raises: FileNotFoundError or ValueError, naming the file.
     """
-    path = pathlib.Path(directory) / "config.json"
+    config = _object(pathlib.Path(directory) / "config.json")
+    legacy = pathlib.Path(directory) / "hf_quant_config.json"
+    if "quantization_config" not in config and legacy.is_file():
+        old = _object(legacy).get("quantization", {})
+        config["quantization_config"] = {
+            "quant_method": "modelopt",
+            "quant_algo": old.get("quant_algo"),
+            "group_size": old.get("group_size", 16),
+            "ignore": old.get("exclude_modules", []),
+            "kv_cache_scheme": old.get("kv_cache_quant_algo"),
+        }
+    return config
+
+
+def _object(path: pathlib.Path) -> dict[str, Any]:
     need = "a checkpoint directory with config.json and *.safetensors"
     require(path.is_file(), str(path), "no such file", need, error=FileNotFoundError)
     try:

@@ -76,9 +76,10 @@ def sections(
         "group_size": nvfp4_tensors.BLOCK,
         "config_groups": {"group_0": group},
         "ignore": ignore,
-        "kv_cache_scheme": None if kv is None else {**four, "dynamic": False},
         "producer": producer,
     }
+    if kv is not None:  # a name, as ModelOpt has it: only FP8 has a scheme of its own
+        flat["kv_cache_scheme"] = kv
     legacy = {
         "producer": producer,
         "quantization": {
@@ -148,14 +149,15 @@ def _infer(
     numbers = sorted({int(name.partition("layers.")[2].partition(".")[0]) for name in packed})
     require(bool(numbers), where, "no packed weights", "some, as quantization_config says")
     section = config["quantization_config"]
-    kv = section.get("kv_cache_scheme") or {}
+    scheme = section.get("kv_cache_scheme")
+    kv = scheme == "NVFP4" or (isinstance(scheme, dict) and scheme.get("num_bits") == 4)
     dense = {i for i in numbers if i in layer_kinds.layers_with(model, "mlp")}
     return cfg.Quant(
         rollout="fp4",
         trainer="qat",
         weights="nvfp4:convention=modelopt",
         acts=None if section["quant_algo"].startswith("W4A16") else "nvfp4",
-        kv="nvfp4:global_rule=one" if kv.get("num_bits") == 4 else None,
+        kv="nvfp4:global_rule=one" if kv else None,
         mlps="all" if dense else "experts",
         keep_first=numbers[0],
         keep_last=model.layers - 1 - numbers[-1],
