@@ -87,7 +87,7 @@ def observe(
     def mix_linear(module: Any, x_BTD: Array) -> tuple[Array, None]:
         return module(x_BTD, None, valid_BT)[0], None
 
-    def body(x_BTD: Array, what: _Layer, layer: Params, here: dict[str, Array]) -> Any:
+    def body(x_BTD: Array, what: _Layer, layer: Params, here: dict[str, Any]) -> Any:
         def fed(module: Any, x_BTD: Array, routes: Any = None, gates: Any = None) -> Any:
             if routes is not None:
                 routes = jnp.where(valid_BT[..., None], routes, -1)

@@ -89,7 +89,7 @@ def _row(
         found = jax.tree.map(lambda a: np.asarray(a, np.float64), jax.device_get(found))
         total = jax.tree.map(np.add, total, found) if total else found
     count = total.get("count", 0)
-    require(count > 0, "ptq: evaluation", "no valid pair of tokens", "batches of tokens")
+    require(bool(count > 0), "ptq: evaluation", "no valid pair of tokens", "batches of tokens")
     plain, weighted = weight_errors(model, params, approximate, hessian)
     return Row(
         weight_error=plain,
