@@ -42,11 +42,11 @@ def main() -> None:
     from trace_jax.models import known
 
     name, source = _MODEL.value, None
-    if name in known.MODELS and not os.path.exists(name):
-        model = known.MODELS[name]
+    if name in known.FIELDS and not os.path.exists(name):
+        model = known.get(name)
     else:
         if not os.path.isdir(name):
-            choices = f"a directory, or one of {', '.join(known.MODELS)}"
+            choices = f"a directory, or one of {', '.join(known.FIELDS)}"
             raise FileNotFoundError(f"--model: got {name}, no directory, need {choices}.")
         source = sources.find(name, "--model")
         model = source.model

@@ -20,7 +20,7 @@ import numpy as np
 
 import trace_jax
 from trace_jax import config as cfg
-from trace_jax import formats, sources
+from trace_jax import formats, sources, upcycle
 from trace_jax.checks import message, require
 from trace_jax.data.tokenizer import Tokenizer, load_tokenizer
 from trace_jax.hf import gguf
@@ -104,6 +104,10 @@ def find_problems(request: Request) -> list[str]:
         check(1 <= used <= experts, "--upcycle", f"{experts}x{used}", need)
         dense = model is None or model.experts == 0
         check(dense, "--upcycle", f"{request.src}, which has experts", "a dense model")
+        if dense and model is not None:
+            need = f"one of {list(upcycle.FAMILIES)}"
+            known = model.family in upcycle.FAMILIES
+            check(known, "--upcycle", f"{request.src}, of family {model.family}", need)
     return found
 
 
@@ -157,7 +161,10 @@ def _convert(request: Request, source: sources.Source, made: pathlib.Path, bar: 
     model, params = sources.load(source, "float32" if request.dtype == "float32" else "bfloat16")
     if request.upcycle is not None:
         experts, used = request.upcycle
-        model, params = upcycle.upcycle(model, params, experts, used, jax.random.key(request.seed))
+        key = jax.random.key(request.seed)
+        model, params = upcycle.upcycle(
+            model, params, experts=experts, experts_per_token=used, key=key
+        )
     bar.update(1, now="writing")
     kept: dict[str, Any] = {"like": source.path}
     if source.kind == sources.RUN:
