@@ -311,25 +311,29 @@ def config_of(model: cfg.Model, context: int = 32_768) -> dict[str, Any]:
         }
     if model.dense_ffn or family not in _MOE:
         config["intermediate_size"] = model.dense_ffn
-    if family == "mixtral":
-        config |= {
+    if family in _MOE:
+        config |= _experts_of(model)
+    _check_same(model, config)
+    return config
+
+
+def _experts_of(model: cfg.Model) -> dict[str, Any]:
+    if model.family == "mixtral":
+        return {
             "intermediate_size": model.expert_ffn,
             "num_local_experts": model.experts,
             "num_experts_per_tok": model.experts_per_token,
             "sliding_window": None,
         }
-    elif family in _MOE:
-        config |= {
-            "num_experts": model.experts,
-            "num_local_experts": model.experts,
-            "num_experts_per_tok": model.experts_per_token,
-            "moe_intermediate_size": model.expert_ffn,
-            "norm_topk_prob": model.renormalise_gates,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(model.dense_layers),
-        }
-    _check_same(model, config)
-    return config
+    return {
+        "num_experts": model.experts,
+        "num_local_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.expert_ffn,
+        "norm_topk_prob": model.renormalise_gates,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(model.dense_layers),
+    }
 
 
 def _rope_of(model: cfg.Model) -> dict[str, Any]:
