@@ -15,7 +15,8 @@ from transformers.models.llama import modeling_llama  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
 
-def llama3(factor, low, high, context, theta, head_dim):
+def llama3(scaling, theta, head_dim):
+    factor, low, high, context = scaling
     rope = {
         "rope_type": "llama3",
         "rope_theta": theta,
@@ -40,7 +41,7 @@ def llama3(factor, low, high, context, theta, head_dim):
 def test_llama3_frequencies_are_those_of_transformers(scaling, theta, head_dim):
     model = cfg.Model(rope_llama3=scaling, rope_theta=theta, head_dim=head_dim)
     got = np.asarray(attention.rotary_frequencies(model))
-    embedding = modeling_llama.LlamaRotaryEmbedding(llama3(*scaling, theta, head_dim))
+    embedding = modeling_llama.LlamaRotaryEmbedding(llama3(scaling, theta, head_dim))
     want = embedding.inv_freq.numpy()
     plain = theta ** (-np.arange(head_dim // 2) / (head_dim // 2))
     ratio = want / plain
@@ -73,7 +74,7 @@ def test_positions_turn_by_the_scaled_frequencies():
     """The angle between a rotated and an unrotated unit vector, in float64."""
     scaling = (4.0, 2.0, 3.0, 64)
     model = cfg.Model(rope_llama3=scaling, rope_theta=100.0, head_dim=20)
-    frequency = modeling_llama.LlamaRotaryEmbedding(llama3(*scaling, 100.0, 20)).inv_freq.numpy()
+    frequency = modeling_llama.LlamaRotaryEmbedding(llama3(scaling, 100.0, 20)).inv_freq.numpy()
     x_BTHK = jnp.concatenate([jnp.ones((1, 1, 1, 10)), jnp.zeros((1, 1, 1, 10))], axis=-1)
     got = attention.rotary(model, jnp.full((1, 1), 29, jnp.int32))(x_BTHK)[0, 0, 0]
     angle = 29 * frequency.astype(np.float64)

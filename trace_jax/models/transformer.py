@@ -126,7 +126,12 @@ class Kept:
 
 
 class Block(nnx.Module):
-    """One decoder layer of a kind; a component that it lacks is None."""
+    """One decoder layer of a kind; it has two of the components below."""
+
+    attention: Attention
+    linear: GatedDelta
+    moe: MoE
+    mlp: Mlp
 
     def __init__(self, model: cfg.Model, kind: Kind, rngs: nnx.Rngs):
         self.model = model
