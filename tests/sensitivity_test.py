@@ -19,7 +19,7 @@ UNITS = [("expert_in", 0), ("expert_in", 1), ("kv", 0), ("kv", 1)]
 def test_units_are_spelt_as_the_configuration_reads_them():
     text = sensitivity.spell([("kv", 1), ("expert_in", 2), ("expert_in", 0)])
     assert text == "expert_in=0,2 kv=1"
-    sites = ("expert_in", "k", "v")
+    sites = dict.fromkeys(("expert_in", "k", "v"), (0, 1, 2))
     want = {"expert_in": (0, 2), "k": (1,), "v": (1,)}
     assert layer_choice.choose(text, sites, 0, 3) == want
 
