@@ -31,8 +31,8 @@ def by_loops(params, data) -> tuple[dict, dict]:
     """The sums and token counts, one token and one expert at a time."""
     layers = jax.tree.map(np.asarray, params["layers"])
     sums = {
-        "moe": {"gate_up": np.zeros((3, 8, 32)), "down": np.zeros((3, 8, 24))},
-        "mlp": {"gate_up": np.zeros((1, 32)), "down": np.zeros((1, 40))},
+        "moe": {"gate_up": np.zeros((3, 8, 32)), "down": np.zeros((3, 8, 32))},
+        "mlp": {"gate_up": np.zeros((1, 32)), "down": np.zeros((1, 48))},
     }
     tokens = {"moe": np.zeros((3, 8)), "mlp": np.zeros(1)}
     for tokens_BT, valid_BT in data:

@@ -18,7 +18,7 @@ from trace_jax.data.tokenizer import byte_tokenizer
 from trace_jax.models import transformer
 from trace_jax.ptq import calibration, compare, hscale, quantise, texts
 
-QUANT = cfg.Quant(mlps="all", keep_last=1)
+QUANT = cfg.Quant(mlps="all", keep_last=1, kv=None)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,16 @@ def test_nothing_to_quantise_is_refused(params, hessian):
     with pytest.raises(ValueError, match="got no quantised weights"):
         off = cfg.Quant(rollout="bf16", trainer="bf16", mlps="all")
         quantise.quantise(MODEL, off, params, hessian)
+
+
+def test_exported_weights_decode_to_what_was_chosen(params, hessian, tmp_path):
+    quant = cfg.Quant(mlps="all")
+    weights = quantise.quantise(MODEL, quant, params, hessian)
+    trace_jax.save_nvfp4(tmp_path / "out", MODEL, quant, weights, multiple=16)
+    _, reread, again = trace_jax.load_quantised(tmp_path / "out")
+    assert reread.weights == "nvfp4"
+    want, found = (w.params["segments"] for w in (weights, again))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
 def test_rows_say_what_numpy_says(params, hessian):

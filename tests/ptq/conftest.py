@@ -14,8 +14,8 @@ MODEL = cfg.Model(
     head_dim=16,
     experts=8,
     experts_per_token=2,
-    expert_ffn=24,
-    dense_ffn=40,
+    expert_ffn=32,
+    dense_ffn=48,
     dense_layers=(1,),
     compute_dtype="float32",
 )
