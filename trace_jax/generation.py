@@ -84,6 +84,8 @@ def make_answer(source: sources.Source, precision: str, sampling: Sampling) -> A
     most = sampling.max_new_tokens
     require(most >= 1, "--max_new_tokens", most, ">= 1")
     tokenizer = load_tokenizer(source.tokenizer)
+    # a template that lacks the switch shows before the weights are read
+    tokenizer.chat_ids([{"role": "user", "content": "?"}], thinking=sampling.thinking)
     model, quant, weights = sampler_weights(source, precision)
     sources.require_tokenizer_fits(tokenizer.vocab_size, model, str(source.path))
     rollout = cfg.Rollout(group_size=1, max_new_tokens=most, bucket_tokens=64, bucket_batch=1)
