@@ -28,7 +28,10 @@ def mine(tmp_path_factory):
 
 
 def launch(name, *flags, text=None):
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache")}
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    }
     return subprocess.run(
         [sys.executable, f"launch/{name}.py", *flags],
         cwd=ROOT,
@@ -67,11 +70,11 @@ def test_what_is_wrong_is_one_line_and_code_2(name, flags, says, mine):
 
 def test_each_line_of_a_pipe_is_a_prompt_of_its_own(mine):
     flags = [f"--model={mine}", "--temperature=0", "--max_new_tokens=4", "--quant=bf16"]
-    done = launch("generate", *flags, text="reverse abc\n\n  reverse xyz \n")
+    done = launch("generate", *flags, text="reverse abc\n\n  reverse abc \n")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tokens/s, finish: ") == 2
-    alone = launch("generate", *flags, "--prompt=reverse abc")
-    assert done.stdout.startswith(alone.stdout) and alone.stdout.endswith("\n")
+    half = len(done.stdout) // 2  # greedy, and the second knows nothing of the first
+    assert done.stdout[:half] == done.stdout[half:] and done.stdout.endswith("\n")
 
 
 def test_inspect_prints_one_json_object_with_the_facts(mine):

@@ -40,6 +40,7 @@ def folder(tmp_path_factory):
 def run(folder, *command):
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
