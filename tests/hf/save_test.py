@@ -69,11 +69,11 @@ def test_shards_stay_within_their_size_and_load_alike(tmp_path):
 
 def test_sharded_parameters_are_saved_like_whole_ones(tmp_path):
     original = checkpoints.write("qwen3_moe", tmp_path / "theirs")
-    mesh = jax.make_mesh((4,), ("a",))
+    mesh = jax.make_mesh((2, 2), ("a", "b"))  # two of four layers a device
     spec = jax.sharding.PartitionSpec
 
     def sharding(path):
-        return jax.sharding.NamedSharding(mesh, spec("a") if "moe" in path else spec())
+        return jax.sharding.NamedSharding(mesh, spec("a", "b") if "moe" in path else spec())
 
     model, params = trace_jax.load(original, shardings=sharding)
     trace_jax.save(tmp_path / "ours", model, params, dtype="float32")
