@@ -19,7 +19,8 @@ from trace_jax.types import Batch, TrainState
 # its arithmetic in the program (`policy.py`).
 def sites_of(plan: qat_plan.LayerPlan) -> list[str]:
     """Everything that the trainer quantises in one layer: sites, and matrices by their paths."""
-    names = [site for site in SITES if plan.format_of(site) is not None]
+    order = sorted(SITES, key=lambda site: SITES[site] != "attention")  # as they are computed
+    names = [site for site in order if plan.format_of(site) is not None]
     if plan.weights is not None:
         names += [f"{plan.kind.ffn}.{name}" for name in ("gate_up", "down")]
     return names
