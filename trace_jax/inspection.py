@@ -135,8 +135,11 @@ def _kv_bytes(model: cfg.Model, quant: cfg.Quant) -> int:
     for segment in qat_plan.side_segments(quant, model, quant.rollout):
         for plan in segment.layers:
             if plan.kind.mixer == "attention":
-                stored = jax.eval_shape(lambda x, plan=plan: kv_cache.encode(x, plan.kv), token)
-                total += 2 * sum(_nbytes(leaf) for leaf in jax.tree.leaves(stored))
+
+                def stored(x: jax.Array, format: Any = plan.kv) -> list[jax.Array]:
+                    return jax.tree.leaves(kv_cache.encode(x, format))
+
+                total += 2 * sum(map(_nbytes, jax.eval_shape(stored, token)))
     return total
 
 
