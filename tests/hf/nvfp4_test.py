@@ -47,6 +47,7 @@ MODELS = {
 QUANTS = {
     "nvfp4": cfg.Quant(),
     "kept": cfg.Quant(keep_first=1, kv=None, guide_layers="all"),
+    "kept_last": cfg.Quant(mlps="all", keep_last=1, kv=None),
     "4over6": cfg.Quant(weights="4over6", acts="4over6"),
     "tiles": cfg.Quant(weights="nvfp4:block_shape=16x16"),
     "modelopt": cfg.Quant(weights="nvfp4:convention=modelopt"),
@@ -58,6 +59,7 @@ CASES = [
     *(("qwen3_moe", name) for name in QUANTS),
     ("mixed", "mlps"),
     ("mixed", "nvfp4"),
+    ("mixed", "kept_last"),
     ("qwen3", "mlps"),
     ("qwen3_next", "nvfp4"),
     ("qwen3_5_moe", "kept"),
@@ -122,11 +124,13 @@ def test_export_decodes_to_what_the_sampler_holds_and_reloads_the_same(kind, cho
     found = tensors(path)
     # an independent decoder gives the sampler's values, bit for bit
     checked = 0
-    for layer in range(quant.keep_first, model.layers):
+    for layer in range(model.layers):
         at = f"model.layers.{layer}.mlp."
         dense = model.experts == 0 or layer in model.dense_layers
-        if dense and quant.mlps != "all":
-            assert found[f"{at}down_proj.weight"].dtype == ml_dtypes.bfloat16
+        kept = not quant.keep_first <= layer < model.layers - quant.keep_last
+        if kept or (dense and quant.mlps != "all"):
+            plain = f"{at}down_proj.weight" if dense else f"{at}experts.0.down_proj.weight"
+            assert found[plain].dtype == ml_dtypes.bfloat16
             continue
         component = "mlp" if dense else "moe"
         both = sampler_values(model, quant, weights, layer, component, "gate_up")

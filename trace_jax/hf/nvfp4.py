@@ -6,6 +6,7 @@ a server has to be told about activations, whose scales we compute for each toke
 """
 
 import collections
+import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from trace_jax.weight_sync import SamplerWeights
 
 _Slab = tuple[names.Path, int | None]
 _Get = Callable[[_Slab], Any]
+_Find = Callable[[_Slab], tuple[Any, int | None]]
 
 
 def save_nvfp4(
@@ -69,7 +71,7 @@ def save_nvfp4(
         weights = weight_sync.make_sync(model, quant)(weights, 0)
     model = save.with_vocabulary(model, weights.params)
     table = names.table(model)
-    get = _getter(model, quant, weights)
+    find = _finder(model, quant, weights)
     packed = packed_names(model, quant, table)
     _check_widths(table, packed, multiple)
     beside = _beside(model, quant, input_scales or {}, packed)
@@ -78,12 +80,11 @@ def save_nvfp4(
         if row.name in packed:
             declared |= nvfp4_tensors.parts(row.name, row.shape)
         else:
-            leaf = get((row.places[0].path, None))
-            declared[row.name] = (leaf.dtype, row.shape)
+            declared[row.name] = (find(row.places[0].slab)[0].dtype, row.shape)
     declared |= dict.fromkeys(beside, (np.float32, ()))
     config = save.describe(model, model.compute_dtype, tokenizer, like)
     section, legacy = nvfp4_config.sections(model, quant, table, packed)
-    stream = _values(table, packed, get, beside)
+    stream = _values(table, packed, functools.partial(_get, find), beside)
     with directory.fresh(path, overwrite=overwrite) as new:
         directory.write_json(new / "config.json", {**config, "quantization_config": section})
         directory.write_json(new / "hf_quant_config.json", legacy)
@@ -111,34 +112,40 @@ def packed_names(
     return frozenset(found)
 
 
-def _getter(model: cfg.Model, quant: cfg.Quant, weights: SamplerWeights) -> _Get:
-    """Looks up a row of a stack on the host: an array, or what is packed; row None: the leaf."""
+def _finder(model: cfg.Model, quant: cfg.Quant, weights: SamplerWeights) -> _Find:
+    """Looks up the sampler's leaf that holds a row of a stack, and where: None if it is no stack.
+
+    Layers that are packed and layers that are not are different leaves, in different segments.
+    """
     segments = qat_plan.side_segments(quant, model, quant.rollout)
     rows = stacks.ids_by_stack(layer_kinds.kinds(model))
 
-    def get(slab: _Slab) -> Any:
+    def find(slab: _Slab) -> tuple[Any, int | None]:
         path, number = slab
         if path[0] != "layers":
-            leaf = weights.params[path[0]]
-            return leaf if number is None else save.fetch(leaf, number, leaf.dtype.name)
-        layer = rows[path[1]][number or 0]
+            return weights.params[path[0]], number
+        assert number is not None, slab
+        layer = rows[path[1]][number]
         at = next(i for i, s in enumerate(segments) if s.start <= layer < s.stop)
         leaf: Any = weights.params["segments"][at]
         for key in path[1:]:
             leaf = leaf[key]
-        if number is None:
-            return leaf
-        inside = stacks.ids_in(segments[at])[path[1]].index(layer)
+        return leaf, stacks.ids_in(segments[at])[path[1]].index(layer)
 
-        def fetch(a: Any) -> np.ndarray:
-            return save.fetch(a, inside, a.dtype.name)
+    return find
 
-        if not isinstance(leaf, dict):
-            return fetch(leaf)
-        codes, scales, global_ = (fetch(leaf[name]) for name in ("codes", "scales", "global"))
-        return Packed(codes=codes, scales=scales, global_=global_)
 
-    return get
+def _get(find: _Find, slab: _Slab) -> Any:
+    """A row of a stack on the host: an array, or what is packed; row None: the whole leaf."""
+    leaf, inside = find(slab)
+
+    def fetch(a: Any) -> np.ndarray:
+        return save.fetch(a, inside, a.dtype.name)
+
+    if inside is None or not isinstance(leaf, dict):
+        return leaf if inside is None else fetch(leaf)
+    codes, scales, global_ = (fetch(leaf[name]) for name in ("codes", "scales", "global"))
+    return Packed(codes=codes, scales=scales, global_=global_)
 
 
 def _values(
