@@ -216,6 +216,7 @@ def test_damaged_header_names_file_and_tensor(change, said, tmp_path):
         (lambda data: b"", "got a header of 0 bytes"),
         (lambda data: struct.pack("<Q", 2**62) + data[8:], "a header of 4611686018427387904 bytes"),
         (lambda data: struct.pack("<Q", 8) + data[8:], "a header that is no JSON"),
+        (lambda data: struct.pack("<Q", 200_000) + b"[" * 200_000, "a header that is no JSON"),
     ],
 )
 def test_damaged_file_is_refused_by_name(cut, said, tmp_path):
@@ -245,10 +246,56 @@ def test_index_and_shards_must_agree(tmp_path):
     assert "no tensors that" in (said := with_map(ghost=shard)) and "ghost" in said
     assert "does not list there" in (said := with_map(**{name: None})) and name in said
     assert "../x.safetensors: got no such file" in with_map(**{name: "../x.safetensors"})
+    (path / files.INDEX).write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"index\.json: got RecursionError"):
+        trace_jax.load(path)
     (path / shard).unlink()
     assert f"{shard}: got no such file" in with_map()
     (path / files.INDEX).unlink()
     with pytest.raises(ValueError, match=r"got \d+ safetensors files"):
+        trace_jax.load(path)
+
+
+def test_of_a_single_file_and_shards_the_single_file_is_taken_as_transformers_does(tmp_path):
+    path = checkpoints.write("qwen3_moe", tmp_path / "one")
+    _, wanted = trace_jax.load(path)
+    shards = tmp_path / "shards"
+    checkpoints.hf_model("qwen3_moe", seed=1).save_pretrained(shards, max_shard_size="20KB")
+    for file in (*shards.glob("*.safetensors"), shards / files.INDEX):
+        (path / file.name).write_bytes(file.read_bytes())
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    _, params = trace_jax.load(path)
+    equal(params, wanted)
+    embedding = theirs.get_input_embeddings().weight.detach().numpy()
+    np.testing.assert_array_equal(params["embed"], embedding)
+    assert not np.array_equal(params["embed"], trace_jax.load(shards)[1]["embed"])
+
+
+def test_another_file_beside_the_single_one_is_passed_over(tmp_path):
+    path = checkpoints.write("qwen3", tmp_path)
+    wanted = trace_jax.load(path)[1]
+    (path / "consolidated.safetensors").write_bytes(b"of another layout")
+    equal(trace_jax.load(path)[1], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_head_with_nan_is_still_the_embedding(dtype, tmp_path):
+    path = checkpoints.write("qwen3", tmp_path, dtype)
+
+    def spoil(found):
+        found["model.embed_tokens.weight"][3, 5] = float("nan")
+        return {**found, "lm_head.weight": found["model.embed_tokens.weight"].clone()}
+
+    checkpoints.rewrite(path, spoil)
+    assert np.isnan(trace_jax.load(path)[1]["embed"]).sum() == 1
+
+    def other(found):
+        found["lm_head.weight"][3, 5] = 0
+        return found
+
+    checkpoints.rewrite(path, other)
+    with pytest.raises(ValueError, match=r"lm_head\.weight: got another one than the embedding"):
         trace_jax.load(path)
 
 

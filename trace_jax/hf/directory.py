@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trace_jax.checks import require
+from trace_jax.checks import message, require
 from trace_jax.hf import files
 
 SHARD_BYTES = 5 * 10**9
@@ -23,24 +23,70 @@ SHARD_BYTES = 5 * 10**9
 def fresh(path: str | pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
     """A folder beside `path` to write into; it takes the place of `path` when all went well.
 
-    A kill or an error in between leaves `path` as it was.
-    Raises: FileExistsError if `path` has content and is not to be overwritten.
+    An error while writing leaves `path` as it was. Two renames then put the new folder in place of
+    a full one: an error in between puts the old one back and keeps the finished new one, a kill
+    keeps both, in a hidden folder beside `path`. A symbolic link stays and its target is replaced.
+    Raises: FileExistsError if `path` has content and is not to be overwritten; ValueError if it can
+            not be replaced; OSError that says where the new folder is if it could not take over.
     """
-    target = pathlib.Path(path)
-    full = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    need, fix = "a new or empty directory", "another path, or overwrite=True"
-    require(overwrite or not full, str(target), "it has content", need, fix, FileExistsError)
+    target = pathlib.Path(os.path.realpath(path))
+    full = _check(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         new = temporary / "new"  # made by mkdir, so with the permissions that the user's umask says
         new.mkdir()
         yield new
-        if full:
-            target.rename(temporary / "old")
-        os.replace(new, target)
-    finally:
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    inside = _is_here(target)
+    _take_over(new, target, full)
+    if inside:  # else the process would stay in the folder that is gone
+        os.chdir(target)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check(target: pathlib.Path, overwrite: bool) -> bool:
+    """Whether something is at the target, which can be moved away."""
+    where = str(target)
+    need = "a place whose directory can be replaced"
+    require(not target.is_symlink(), where, "a symbolic link to itself", need)
+    mount = target.parent == target or os.path.ismount(target)
+    require(not mount, where, "a mount point", need, "a directory in it")
+    full = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    need, fix = "a new or empty directory", "another path, or overwrite=True"
+    require(overwrite or not full, where, "it has content", need, fix, FileExistsError)
+    # a directory is moved into another one only by who may write to it
+    free = not target.is_dir() or os.access(target, os.W_OK)
+    require(free, where, "a directory that is read-only", "one that can be replaced", "chmod u+w")
+    return full
+
+
+def _is_here(target: pathlib.Path) -> bool:
+    try:
+        return target.exists() and os.path.samefile(target, os.curdir)
+    except OSError:  # the working directory is gone
+        return False
+
+
+def _take_over(new: pathlib.Path, target: pathlib.Path, full: bool) -> None:
+    """Renames the finished folder; whatever fails, neither it nor the old one is removed."""
+    old = new.parent / "old"
+    try:
+        if full:
+            target.rename(old)
+        os.replace(new, target)
+    except BaseException as error:
+        if os.path.lexists(old) and not os.path.lexists(target):
+            with contextlib.suppress(OSError):
+                old.rename(target)
+        if not isinstance(error, OSError):
+            raise
+        kept = f"; what was there is in {old}" if os.path.lexists(old) else ""
+        got, need = f"{error}{kept}", "to rename the finished checkpoint to it"
+        text = message(str(target), got, need, f"it is complete in {new}: move it yourself")
+        raise OSError(error.errno, text) from error
 
 
 def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:

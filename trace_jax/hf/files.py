@@ -55,9 +55,12 @@ class Stored:
 def read_headers(directory: str | pathlib.Path) -> dict[str, Stored]:
     """Every tensor of a checkpoint directory: its single file, or the shards of its index.
 
+    Of both the single file, as transformers does; a file of another name if it is the only one.
     Raises: FileNotFoundError or ValueError naming the file, and the tensor where there is one.
     """
     directory = pathlib.Path(directory)
+    if (directory / SINGLE).is_file():
+        return read_header(directory / SINGLE)
     if not (directory / INDEX).is_file():
         files = sorted(directory.glob("*.safetensors"))
         need, fix = f"{SINGLE}, or shards with {INDEX}", "download the whole checkpoint"
@@ -84,7 +87,7 @@ def read_headers(directory: str | pathlib.Path) -> dict[str, Stored]:
 def _read_index(path: pathlib.Path) -> Mapping[str, str]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(message(str(path), repr(error), "JSON with a weight_map")) from error
     good = isinstance(index, dict) and all(isinstance(v, str) for v in index.values()) and index
     require(bool(good), str(path), "another weight_map", "{tensor: file} with some tensor")
@@ -105,10 +108,9 @@ def read_header(path: pathlib.Path) -> dict[str, Stored]:
         require(good, where, f"a header of {length} bytes", need, fix)
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(
-                message(where, f"a header that is no JSON ({error})", "JSON")
-            ) from error
+        except (ValueError, RecursionError) as error:
+            got = f"a header that is no JSON ({error})"
+            raise ValueError(message(where, got, "JSON")) from error
     require(isinstance(header, dict), where, "a header that is no object", "a JSON object")
     header.pop("__metadata__", None)
     found = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}

@@ -135,7 +135,7 @@ def _check_tied(source: Any, embed: str, where: str) -> None:
     for start in range(0, rows, 4096):
         stop = min(start + 4096, rows)
         head, other = (source.rows(name, start, stop) for name in ("lm_head.weight", embed))
-        same = same and np.array_equal(head, other)
+        same = same and np.array_equal(head, other, equal_nan=True)
     require(same, f"{where}: lm_head.weight", "another one than the embedding", need, fix)
 
 
