@@ -8,8 +8,8 @@ Questions of one digit times one digit in plain English, in the model's own chat
 the last number of the answer. Its dense MLPs (W4A4) and KV cache run in NVFP4 in the rollout, and
 the trainer is guided by their codes.
 
-Cost:     measured below
-Expect:   measured below
+Cost:     12 minutes on 2 quiet cores; 7 GB of memory, 3.3 GB of checkpoints.
+Expect:   held-out accuracy from 0.25 to 0.59 in 12 steps (seed 0, docs/results.md).
 """
 
 import dataclasses
