@@ -168,6 +168,148 @@ def test_config_needs_a_vocabulary():
 def test_read_names_the_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json: got no such file"):
         config_json.read(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"config\.json: got not JSON"):
+        config_json.read(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: got not JSON"):
         config_json.read(tmp_path)
+
+
+# what a config.json can not leave out; all the rest is left to transformers' defaults
+_LEAST = {"vocab_size": 96, "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 32}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 40}
+MINIMAL = {
+    "qwen3_moe": ("Qwen3MoeConfig", {**_LEAST, **_EXPERTS}),
+    "qwen3": ("Qwen3Config", {**_LEAST, "intermediate_size": 56}),
+    "llama": ("LlamaConfig", {**_LEAST, "intermediate_size": 56}),
+    "mixtral": ("MixtralConfig", {**_LEAST, "intermediate_size": 56}),
+    "qwen3_next": ("Qwen3NextConfig", {**_LEAST, **_SHARED}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", {**_LEAST, **_SHARED}),
+}
+
+
+def said_by_transformers(hf) -> dict:
+    """What our model must say, from the attributes that transformers' modelling code reads."""
+    rope = hf.rope_parameters
+    out = {
+        "rope_theta": rope["rope_theta"],
+        "rotary_fraction": rope.get("partial_rotary_factor", 1.0),
+        "norm_eps": hf.rms_norm_eps,
+        "kv_heads": hf.num_key_value_heads,
+        "head_dim": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        "tie_embeddings": hf.tie_word_embeddings,
+        "renormalise_gates": getattr(hf, "norm_topk_prob", True),
+        "dense_layers": tuple(getattr(hf, "mlp_only_layers", ())),
+        "experts": getattr(hf, "num_local_experts", getattr(hf, "num_experts", 0)),
+        "experts_per_token": getattr(hf, "num_experts_per_tok", None),
+        "shared_ffn": getattr(hf, "shared_expert_intermediate_size", 0),
+        "linear_key_heads": getattr(hf, "linear_num_key_heads", None),
+        "linear_value_heads": getattr(hf, "linear_num_value_heads", None),
+        "linear_key_dim": getattr(hf, "linear_key_head_dim", None),
+        "linear_value_dim": getattr(hf, "linear_value_head_dim", None),
+        "conv_width": getattr(hf, "linear_conv_kernel_dim", None),
+    }
+    if hasattr(hf, "linear_num_key_heads"):
+        out["full_attention_every"] = hf.layer_types.index("full_attention") + 1
+    return {name: value for name, value in out.items() if value is not None}
+
+
+def agrees(model, hf):
+    wanted = said_by_transformers(hf)
+    if model.experts == 0:
+        del wanted["renormalise_gates"]
+    assert {name: getattr(model, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("kind", MINIMAL)
+def test_what_is_left_out_is_what_transformers_takes(kind):
+    name, fields = MINIMAL[kind]
+    agrees(
+        config_json.model_of({"model_type": kind, **fields}), getattr(transformers, name)(**fields)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [  # transformers refuses null elsewhere
+        ("qwen3", "num_key_value_heads"),
+        ("llama", "num_key_value_heads"),
+        ("llama", "head_dim"),
+        ("mixtral", "head_dim"),
+        *((kind, "rope_parameters") for kind in MINIMAL),
+    ],
+)
+def test_null_is_what_transformers_takes_it_for(kind, key):
+    name, fields = MINIMAL[kind]
+    fields = {**fields, key: None}
+    agrees(
+        config_json.model_of({"model_type": kind, **fields}), getattr(transformers, name)(**fields)
+    )
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "default"}, {"rope_theta": 7.0}, {"type": "default"}]
+)
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", MINIMAL)
+def test_rope_given_in_part_is_filled_as_transformers_does(kind, spelling, rope):
+    name, fields = MINIMAL[kind]
+    config = {**fields, spelling: dict(rope)}
+    agrees(
+        config_json.model_of({"model_type": kind, **config}), getattr(transformers, name)(**config)
+    )
+
+
+BAD = ("x", "", 2.5, -1, 0, True, [], [1], ["x"], [[]], {"a": 1}, [None], float("nan"), None)
+READ = (
+    "text_config", "quantization_config", "rope_parameters", "rope_scaling", "rope_theta",
+    "model_type", "num_experts", "num_local_experts", "mlp_only_layers", "decoder_sparse_step",
+    "layer_types", "full_attention_interval", "head_dim", "hidden_act", "num_key_value_heads",
+    "tie_word_embeddings", "norm_topk_prob", "rms_norm_eps", "partial_rotary_factor",
+    "sliding_window", "intermediate_size", "max_position_embeddings",
+)  # fmt: skip
+
+
+def test_any_value_is_read_or_refused_by_file_and_key(kind, tmp_path):
+    """Whatever JSON stands at a key: a model, or an error of the house that names it."""
+    config = written(kind, tmp_path)
+    refused = 0
+    for key in sorted({*config, *READ}):
+        for bad in BAD:
+            for place in ({key: bad}, {"text_config": {key: bad}}):
+                try:
+                    config_json.model_of({**config, **place}, where="DIR/config.json")
+                except ValueError as error:
+                    refused += 1
+                    said = str(error)
+                    assert said.startswith("DIR/config.json: ") and ", need " in said
+                    # null is a default, which may not fit the other sizes; 0 experts are dense MLPs
+                    default = bad is None and "config.model." in said
+                    dense = bad == 0 and "experts" in key and "dense layers" in said
+                    assert key in said or default or dense, (key, bad)
+    assert refused > 200
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "partial_rotary_factor", "factor", "rope_type"])
+@pytest.mark.parametrize("bad", ["x", [1], {"a": 1}, -1, True, float("inf")])
+def test_any_value_in_rope_is_refused_by_key(key, bad, tmp_path):
+    config = written("llama", tmp_path)
+    rope = {**config["rope_parameters"], key: bad}
+    with pytest.raises(ValueError, match=f"rope_parameters.*{'a' if bad == {'a': 1} else key}"):
+        config_json.model_of({**config, "rope_parameters": rope})
+
+
+@pytest.mark.parametrize("bad", ["x", [], [1], 3, None])
+def test_older_quantisation_file_is_read_or_refused_by_name(bad, tmp_path):
+    written("qwen3", tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": bad}))
+    with pytest.raises(ValueError, match=r"hf_quant_config\.json: quantization: got"):
+        config_json.read(tmp_path)
+
+
+@pytest.mark.parametrize("bad", ["fp8", [1], 3, {"quant_algo": ["NVFP4"]}, {}])
+def test_other_quantisation_is_none_of_ours(bad):
+    assert not config_json.is_nvfp4({"quantization_config": bad})
+    assert not config_json.is_nvfp4({"text_config": bad, "quantization_config": None})

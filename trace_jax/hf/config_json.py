@@ -15,8 +15,8 @@ from typing import Any
 
 from trace_jax import config as cfg
 from trace_jax.checks import message, require
-
-Json = Mapping[str, Any]
+from trace_jax.hf import config_keys
+from trace_jax.hf.config_keys import Json
 
 ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -32,6 +32,7 @@ _HYBRID = ("qwen3_next", "qwen3_5_moe")
 _MOE = ("qwen3_moe", "mixtral", *_HYBRID)
 _KV_HEADS = {"qwen3_moe": 4, "qwen3": 32, "mixtral": 8, "qwen3_next": 2, "qwen3_5_moe": 2}
 _HEAD_DIM = {"qwen3": 128, "qwen3_next": 256, "qwen3_5_moe": 256}
+_THETA = {"mixtral": 1_000_000.0}  # the others 10,000
 
 # the only value that we compute; absent means that value
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -56,7 +57,9 @@ def read(directory: str | pathlib.Path) -> Json:
     config = _object(pathlib.Path(directory) / "config.json")
     legacy = pathlib.Path(directory) / "hf_quant_config.json"
     if "quantization_config" not in config and legacy.is_file():
-        old = _object(legacy).get("quantization", {})
+        old = _object(legacy).get("quantization")
+        need = "an object"
+        require(isinstance(old, dict), f"{legacy}: quantization", repr(old), need)
         config["quantization_config"] = {
             "quant_method": "modelopt",
             "quant_algo": old.get("quant_algo"),
@@ -72,16 +75,21 @@ def _object(path: pathlib.Path) -> dict[str, Any]:
     require(path.is_file(), str(path), "no such file", need, error=FileNotFoundError)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(message(str(path), f"not JSON ({error})", "a JSON object")) from error
     require(isinstance(config, dict), str(path), type(config).__name__, "a JSON object")
     return config
 
 
+def quantisation(config: Json) -> Json:
+    """The `quantization_config`; empty if there is none."""
+    found = config_keys.flat(config).get("quantization_config")
+    return found if isinstance(found, Mapping) else {}
+
+
 def is_nvfp4(config: Json) -> bool:
     """Whether the weights on disk are NVFP4 as ModelOpt writes it."""
-    quantisation = {**config, **config.get("text_config", {})}.get("quantization_config") or {}
-    return quantisation.get("quant_algo") in ("NVFP4", "W4A16_NVFP4")
+    return quantisation(config).get("quant_algo") in ("NVFP4", "W4A16_NVFP4")
 
 
 def model_of(config: Json, dtype: str = "bfloat16", where: str = "config.json") -> cfg.Model:
@@ -91,21 +99,22 @@ def model_of(config: Json, dtype: str = "bfloat16", where: str = "config.json") 
             dtype: compute dtype of the result, "bfloat16" or "float32".
     Raises: ValueError naming the key, its value and what is supported.
     """
-    outer, config = config, {**config, **config.get("text_config", {})}
+    config_keys.check(config, where)
+    outer, config = config, config_keys.flat(config)
+    config_keys.check(config, where)
     kind = config.get("model_type")
     need = f"one of {sorted(_FAMILY_OF)}"
     require(kind in _FAMILY_OF, f"{where}: model_type", repr(kind), need)
     family = _FAMILY_OF[str(kind)]
     _refuse(config, where)
-    quantisation = config.get("quantization_config")
+    section = config.get("quantization_config")
     need = "none, or quant_algo NVFP4 as ModelOpt writes it"
-    good = quantisation is None or is_nvfp4(config)
-    require(good, f"{where}: quantization_config", quantisation, need)
-    config = {key: value for key, value in config.items() if value is not None}
-    heads, width = (
-        _number(config, "num_attention_heads", where),
-        _number(config, "hidden_size", where),
-    )
+    good = section is None or is_nvfp4(config)
+    require(good, f"{where}: quantization_config", section, need)
+    every_head = "num_key_value_heads" in config  # null: one for each query head
+    config = config_keys.given(config)
+    heads = _number(config, "num_attention_heads", where)
+    width = _number(config, "hidden_size", where)
     fields: dict[str, Any] = {
         "family": family,
         "vocab_size": _number(config, "vocab_size", where),
@@ -116,7 +125,9 @@ def model_of(config: Json, dtype: str = "bfloat16", where: str = "config.json") 
         "tie_embeddings": _tied(outer, where),
         "compute_dtype": dtype,
         "heads": heads,
-        "kv_heads": config.get("num_key_value_heads", _KV_HEADS.get(family, heads)),
+        "kv_heads": config.get(
+            "num_key_value_heads", heads if every_head else _KV_HEADS.get(family, heads)
+        ),
         "head_dim": config.get("head_dim", _HEAD_DIM.get(family, width // heads)),
         "qk_norm": family not in ("llama", "mixtral"),
         "gated_attention": family in _HYBRID,
@@ -132,8 +143,7 @@ def model_of(config: Json, dtype: str = "bfloat16", where: str = "config.json") 
 
 def _number(config: Json, key: str, where: str) -> int:
     value = config.get(key)
-    good = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    require(good, f"{where}: {key}", repr(value), "a positive whole number")
+    require(bool(value), f"{where}: {key}", repr(value), "a positive whole number")
     return int(value or 0)
 
 
@@ -148,8 +158,9 @@ def _refuse(config: Json, where: str) -> None:
 
 def _tied(config: Json, where: str) -> bool:
     """Tied embeddings: at the top, in the text part, or transformers' default."""
-    places = [config, config.get("text_config", {})]
-    given = {place["tie_word_embeddings"] for place in places if "tie_word_embeddings" in place}
+    places = [config, config.get("text_config") or {}]
+    values = [place.get("tie_word_embeddings") for place in places]
+    given = {value for value in values if value is not None}
     fix = "give both places the same value: whether the checkpoint has lm_head.weight tells which"
     at = f"{where}: tie_word_embeddings"
     require(len(given) <= 1, at, "true and false (top level and text_config)", "one value", fix)
@@ -158,10 +169,11 @@ def _tied(config: Json, where: str) -> bool:
 
 def _rope(config: Json, family: str, where: str) -> dict[str, Any]:
     """Rotary positions: base, rotated fraction and Llama 3's scaling."""
-    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    rope = config_keys.given(config.get("rope_scaling") or config.get("rope_parameters") or {})
     nested = [name for name, value in rope.items() if isinstance(value, dict)]
     at = f"{where}: rope_parameters"
     require(not nested, at, f"different ones for {nested}", "one set for all layers")
+    config_keys.check(rope, at)
     kind = rope.get("rope_type", rope.get("type", "default"))
     need = "'default' or 'llama3'"
     fix = "without the scaling (delete the key) the model has its original context"
@@ -172,7 +184,9 @@ def _rope(config: Json, family: str, where: str) -> dict[str, Any]:
     good = family in _HYBRID or fraction == 1
     require(good, f"{where}: partial_rotary_factor", fraction, need)
     fields = {
-        "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
+        "rope_theta": rope.get(
+            "rope_theta", config.get("rope_theta", _THETA.get(family, 10_000.0))
+        ),
         "rotary_fraction": fraction,
     }
     if kind == "llama3":
@@ -259,7 +273,7 @@ def _mixtral(config: Json, where: str) -> dict[str, Any]:
     window = config.get("sliding_window")
     require(window is None, f"{where}: sliding_window", window, "null: full attention")
     return {
-        "experts": config.get("num_local_experts", 8),
+        "experts": _number({"num_local_experts": 8, **config}, "num_local_experts", where),
         "experts_per_token": config.get("num_experts_per_tok", 2),
         "expert_ffn": _number(config, "intermediate_size", where),
         "renormalise_gates": True,
