@@ -1,5 +1,7 @@
 """Which layer each row belongs to, against layers listed by hand; the scan against a plain loop."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +58,76 @@ def test_the_number_of_segments_does_not_grow_with_depth():
         assert len(cuts(hybrid(24), quant)) == len(cuts(hybrid(96), quant)) <= 9
 
 
-@pytest.mark.parametrize("model", [cfg.Model(layers=5), hybrid(10, dense_layers=(2,), dense_ffn=8)])
+def one_or_the_interval(layers, period):
+    """The first form of the rule, written as a loop: single layers, or `full_attention_every`."""
+    found, start = [], 0
+    while start < len(layers):
+        ends = {}
+        for size in (1, period):
+            stop = start
+            while layers[stop : stop + size] == layers[start : start + size]:
+                stop += size
+            ends[size] = stop
+        size = period if ends[period] > max(ends[1], start + period) else 1
+        found.append((start, ends[size], size))
+        start = ends[size]
+    return found
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_uniform_models_and_hybrids_are_cut_at_single_layers_and_intervals(interval):
+    for layers, first, last in itertools.product(
+        (1, 2, 3, 4, 7, 8, 10, 24, 48), range(5), range(5)
+    ):
+        kinds = ["linear" if (i + 1) % interval else "full" for i in range(layers)]
+        what = [(kind, first <= i < layers - last) for i, kind in enumerate(kinds)]
+        got = [(s.start, s.stop, len(s.period)) for s in stacks.segments(what, interval)]
+        assert got == one_or_the_interval(what, interval), (layers, first, last)
+
+
+@pytest.mark.parametrize(
+    ("layers", "period", "want"),
+    [
+        ("aaaaaaaaa", 4, [(0, 9, 1)]),  # two intervals of four would reach less far
+        ("aaaaaaaa", 4, [(0, 8, 1)]),  # as far: the shortest
+        ("abababab", 1, [(0, 8, 2)]),
+        ("aababaab", 1, [(0, 2, 1), (2, 6, 2), (6, 7, 1), (7, 8, 1)]),
+        ("abcabcabca", 4, [(0, 9, 3), (9, 10, 1)]),
+        ("aaabaaabaa", 1, [(0, 8, 4), (8, 10, 1)]),
+        ("abcdefghijklmn" * 2, 14, [(0, 28, 14)]),
+        ("abcd", 1, [(0, 1, 1), (1, 2, 1), (2, 3, 1), (3, 4, 1)]),
+        ("", 4, []),
+    ],
+)
+def test_the_period_that_reaches_farthest_is_taken(layers, period, want):
+    got = stacks.segments(tuple(layers), period)
+    assert [(s.start, s.stop, len(s.period)) for s in got] == want
+    assert "".join(layer for segment in got for layer in segment.layers) == layers
+
+
+@pytest.mark.parametrize("step", [2, 3, 4])
+@pytest.mark.parametrize("make", [cfg.Model, hybrid])
+def test_models_with_sparse_steps_have_as_many_segments_at_any_depth(make, step):
+    """As decoder_sparse_step gives them: experts in every `step`th layer, dense MLPs between."""
+    for quant in (None, cfg.Quant(keep_first=1, keep_last=1)):
+        counts, bodies = set(), set()
+        for layers in (36, 72, 96):
+            dense = tuple(i for i in range(layers) if (i + 1) % step)
+            cut = cuts(make(layers=layers, dense_layers=dense, dense_ffn=8), quant)
+            counts.add(len(cut))
+            bodies.add(sum(size for _, _, size in cut))
+        assert len(counts) == 1 and counts.pop() <= 12
+        assert max(bodies) <= 24
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        cfg.Model(layers=5),
+        cfg.Model(layers=7, dense_layers=(0, 2, 4), dense_ffn=8),
+        hybrid(10, dense_layers=(2,), dense_ffn=8),
+    ],
+)
 def test_the_scan_is_a_loop_over_layers_with_their_own_rows(model):
     """Every row is its layer's id, so that a wrong row shows; a site that some layers have."""
     kinds = layer_kinds.kinds(model)

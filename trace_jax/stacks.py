@@ -19,6 +19,7 @@ from trace_jax import layer_kinds
 from trace_jax.layer_kinds import COMPONENTS, Kind
 
 NORMS = ("mixer_norm", "ffn_norm")  # every layer has them
+_LONGEST_PERIOD = 12  # four layers of a hybrid, with experts in every third one
 Rows = tuple[tuple[int, ...], Any]  # absolute ids, ascending, and leaves with a row for each
 
 
@@ -46,15 +47,20 @@ class Segment:
 
 
 def segments(layers: Sequence[Any], period: int) -> tuple[Segment, ...]:
-    """Cuts layers into runs that repeat `period` layers, or one layer, whichever reaches farther.
+    """Cuts layers into runs that repeat a short period, one layer or several.
 
-    Args: layers: what each layer is, hashable. period: `full_attention_every` of the model.
+    Of the periods that are repeated the one that reaches farthest, of equal ones the shortest.
+
+    Args: layers: what each layer is, hashable. period: `full_attention_every` of the model, which
+          is tried beside the lengths 1..12.
     """
     found, start = [], 0
+    sizes = sorted({*range(1, _LONGEST_PERIOD + 1), period})
     while start < len(layers):
-        one, many = (_repeats(layers, start, size) for size in (1, period))
-        size, times = (period, many) if many > 1 and many * period > one else (1, one)
-        stop = start + size * times
+        reach = {size: size * _repeats(layers, start, size) for size in sizes}
+        several = {size: end for size, end in reach.items() if end > size}
+        size = max(several, key=several.__getitem__, default=1)  # the first of equal ones
+        stop = start + reach[size]
         found.append(Segment(start=start, stop=stop, period=tuple(layers[start : start + size])))
         start = stop
     return tuple(found)
