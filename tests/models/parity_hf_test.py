@@ -21,6 +21,15 @@ import torch  # noqa: E402
 B, T = 3, 70  # longer than a chunk of Gated DeltaNet
 LENGTHS = (70, 66, 9)
 NAMES = hf_models.NAMES
+VARIANTS = ("qwen3_moe_raw_gates", "llama_tied", "mixtral")
+
+
+def default(names, slow):
+    """Parameters of which some take the time of `make test-slow`."""
+    return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in names]
+
+
+EACH = default(NAMES, VARIANTS)  # of every architecture one
 MOE = tuple(n for n in NAMES if "moe" in n or n in ("qwen3_next", "mixtral"))
 
 
@@ -75,7 +84,7 @@ def test_logits_are_those_of_transformers(pair, name):
     np.testing.assert_array_equal(np.argmax(got, axis=-1), np.argmax(want, axis=-1))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_padding_on_either_side_changes_nothing(pair, name):
     theirs, model, params = pair(name)
     tokens_BT = draw_tokens(theirs)
@@ -89,7 +98,7 @@ def test_padding_on_either_side_changes_nothing(pair, name):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-4, err_msg=side)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_gradients_of_the_loss_are_those_of_transformers(pair, name):
     theirs, model, params = pair(name)
     tokens_BT = draw_tokens(theirs, rows=2, seed=1)
@@ -135,7 +144,7 @@ def routes_of(theirs, tokens_BT):
     return routes.astype(np.int32), logits
 
 
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("name", default(MOE, VARIANTS))
 def test_given_routes_are_used(pair, name):
     """Of our own choice they change nothing; of others they change the logits."""
     theirs, model, params = pair(name)
@@ -148,7 +157,7 @@ def test_given_routes_are_used(pair, name):
     assert np.mean(np.abs(moved - want)) > 0.1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", default(NAMES, (*VARIANTS, "qwen3", "qwen3_next")))
 def test_bfloat16_differs_from_float32_as_much_as_transformers_own(pair, name):
     """Both compute the same in BF16 up to where each rounds.
 
