@@ -18,7 +18,7 @@ from trace_jax.models import transformer
 from trace_jax.types import Params
 
 DTYPES = ("float32", "bfloat16")
-_READABLE = tuple(np.dtype(files.DTYPES[name]) for name in ("F64", "F32", "F16", "BF16"))
+READABLE = tuple(np.dtype(files.DTYPES[name]) for name in ("F64", "F32", "F16", "BF16"))
 _MOST = 12  # names listed in an error, of each kind
 
 # The sharding of each leaf: a function of its path, or a tree like the parameters. None: one device
@@ -107,7 +107,7 @@ def check(model: cfg.Model, table: Sequence[names.Tensor], source: Any, where: s
         if tuple(found[name].shape) != wanted[name].shape
     ]
     dtypes = [
-        f"{name} is {found[name].dtype}" for name in both if found[name].dtype not in _READABLE
+        f"{name} is {found[name].dtype}" for name in both if found[name].dtype not in READABLE
     ]
     wrong = {
         "missing": wanted.keys() - found.keys(),

@@ -8,9 +8,10 @@ a server has to be told about activations, whose scales we compute for each toke
 import collections
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -20,6 +21,7 @@ from trace_jax import layer_kinds, stacks, weight_sync
 from trace_jax.checks import message, require
 from trace_jax.hf import (
     config_json,
+    config_keys,
     directory,
     files,
     load,
@@ -46,6 +48,7 @@ def save_nvfp4(
     tokenizer: Any = None,
     *,
     input_scales: Mapping[str, float] | None = None,
+    kv_scale: float = 1.0,
     like: str | pathlib.Path | None = None,
     multiple: int = 64,
     max_shard_bytes: int = directory.SHARD_BYTES,
@@ -59,22 +62,22 @@ def save_nvfp4(
     Args:   weights: what the sampler runs with, or master weights to be quantised now.
             input_scales: amax / (6 * 448) of the input of a linear module, by its name
             ("model.layers.0.mlp.experts.0.down_proj"), from a calibration.
+            kv_scale: global scale of keys and values that a server is told, where it keeps them in
+            NVFP4. Ours is 1; SGLang multiplies it by 6 on SM100, which 1/6 undoes.
             multiple: of which rows and columns of a packed matrix have to be one. Servers lay
             scales out in tiles of 4 blocks of 16 columns; at least 16.
             The rest as in `save`.
-    Raises: ValueError if a format has no such layout, if a width is no such multiple, or as `save`.
+    Raises: ValueError if a format has no such layout, if a width is no such multiple, if a weight
+            is NaN or infinite, or as `save`.
     """
     nvfp4_config.check(model, quant)
-    if not isinstance(weights, SamplerWeights):
-        model = save.with_vocabulary(model, weights)
-        save.check(model, weights)
-        weights = weight_sync.make_sync(model, quant)(weights, 0)
+    weights = weights if isinstance(weights, SamplerWeights) else _sync(model, quant, weights)
     model = save.with_vocabulary(model, weights.params)
     table = names.table(model)
     find = _finder(model, quant, weights)
     packed = packed_names(model, quant, table)
     _check_widths(table, packed, multiple)
-    beside = _beside(model, quant, input_scales or {}, packed)
+    beside = _beside(model, quant, input_scales or {}, kv_scale, packed)
     declared: dict[str, files.Declared] = {}
     for row in table:
         if row.name in packed:
@@ -84,14 +87,50 @@ def save_nvfp4(
     declared |= dict.fromkeys(beside, (np.float32, ()))
     config = save.describe(model, model.compute_dtype, tokenizer, like)
     section, legacy = nvfp4_config.sections(model, quant, table, packed)
-    stream = _values(table, packed, functools.partial(_get, find), beside)
+
+    def stream() -> Iterator[np.ndarray]:
+        return _values(table, packed, functools.partial(_get, find), beside)
+
+    _check_numbers(weights.params, lambda: zip(declared, stream(), strict=True))
     with directory.fresh(path, overwrite=overwrite) as new:
         directory.write_json(new / "config.json", {**config, "quantization_config": section})
         directory.write_json(new / "hf_quant_config.json", legacy)
-        directory.write_json(new / nvfp4_config.OWN, nvfp4_config.own(model, quant))
-        directory.write_tensors(new, declared, stream, max_shard_bytes)
+        directory.write_json(new / nvfp4_config.OWN, nvfp4_config.own(model, quant, kv_scale))
+        directory.write_tensors(new, declared, stream(), max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save(new)
+
+
+def _sync(model: cfg.Model, quant: cfg.Quant, params: Params) -> SamplerWeights:
+    """Of master weights what the sampler runs with; an infinite one could not be seen in it."""
+    model = save.with_vocabulary(model, params)
+    save.check(model, params)
+    table = names.table(model)
+    kinds = dict.fromkeys((row.name for row in table), np.dtype(np.float32))
+    values = save.values(table, params, kinds)
+    _check_numbers(params, lambda: zip(kinds, values, strict=True))
+    return weight_sync.make_sync(model, quant)(params, 0)
+
+
+def _check_numbers(tree: Any, named: Callable[[], Iterable[tuple[str, np.ndarray]]]) -> None:
+    """Every weight is a finite number; tensors are looked through only to name the others."""
+    if all(
+        bool(_finite(leaf, path[-1] == jax.tree_util.DictKey("scales")))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ):
+        return
+    bad = [name for name, value in named() if not np.isfinite(value.astype(np.float32)).all()]
+    need = "finite numbers"
+    require(False, "save_nvfp4: weights", f"NaN or infinity in {files.some(bad)}", need)
+
+
+@functools.partial(jax.jit, static_argnames=("scales",))
+def _finite(leaf: jax.Array, scales: bool) -> jax.Array:
+    if scales:  # E4M3 bytes
+        return ~jnp.any((leaf & 0x7F) == 0x7F)
+    return (
+        jnp.all(jnp.isfinite(leaf)) if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.array(True)
+    )
 
 
 def packed_names(
@@ -195,14 +234,21 @@ def _check_widths(table: Sequence[names.Tensor], packed: frozenset[str], multipl
 
 
 def _beside(
-    model: cfg.Model, quant: cfg.Quant, input_scales: Mapping[str, float], packed: frozenset[str]
+    model: cfg.Model,
+    quant: cfg.Quant,
+    input_scales: Mapping[str, float],
+    kv_scale: float,
+    packed: frozenset[str],
 ) -> dict[str, float]:
-    """Scales of what is no weight: of the KV cache, whose global scale is 1, and of activations."""
+    """Scales of what is no weight: of the KV cache, and of activations."""
     out = {}
+    good = 0 < kv_scale < float("inf") and (quant.kv is not None or kv_scale == 1)
+    need = "a finite number > 0; 1 where quant.kv is none"
+    require(good, "save_nvfp4: kv_scale", kv_scale, need)
     if quant.kv is not None:
         for i in layer_kinds.layers_with(model, "attention"):
             for which in ("k", "v"):
-                out[f"model.layers.{i}.self_attn.{which}_proj.{which}_scale"] = 1.0
+                out[f"model.layers.{i}.self_attn.{which}_proj.{which}_scale"] = kv_scale
     unknown = [name for name in input_scales if f"{name}.weight" not in packed]
     need = "modules with packed weights"
     require(not unknown, "save_nvfp4: input_scales", files.some(unknown), need)
@@ -222,7 +268,7 @@ def load_quantised(path: str | pathlib.Path) -> tuple[cfg.Model, cfg.Quant, Samp
     config = config_json.read(where)
     good, fix = config_json.is_nvfp4(config), "trace_jax.load reads checkpoints that are not"
     at = str(where / "config.json")
-    got = config.get("quantization_config")
+    got = config_keys.flat(config).get("quantization_config")
     require(good, f"{at}: quantization_config", got, "quant_algo NVFP4", fix)
     with nvfp4_tensors.Dequantised(files.read_headers(where)) as source:
         model, quant = nvfp4_config.read(where, config, source.packed)

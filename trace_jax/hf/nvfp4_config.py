@@ -6,22 +6,24 @@ import pathlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from absl import logging
+
 from trace_jax import config as cfg
-from trace_jax import formats, layer_kinds
+from trace_jax import formats, layer_kinds, model_checks
 from trace_jax.checks import message, require
 from trace_jax.formats.nvfp4 import NVFP4
-from trace_jax.hf import config_json, names, nvfp4_tensors
+from trace_jax.hf import config_json, load, names, nvfp4_tensors
 
 OWN = "trace_jax_quant.json"  # our quant section; a server does not read it
 _DECODES = ("exact", "modelopt")  # conventions whose value is code * scale * global
 
 
-def check(model: cfg.Model, quant: cfg.Quant) -> None:
+def check(model: cfg.Model, quant: cfg.Quant, at: str = "save_nvfp4: config.quant.") -> None:
     """Whether the layout can hold what a sampler under `quant` runs with.
 
+    Args:   at: what an error says before the name of the field.
     Raises: ValueError naming the field, why not, and what can be done.
     """
-    at = "save_nvfp4: config.quant."
     fix = "save() writes BF16"
     require(quant.rollout == "fp4", f"{at}rollout", quant.rollout, "a sampler in FP4", fix)
     need = "a format of weights; save() writes BF16"
@@ -37,11 +39,11 @@ def check(model: cfg.Model, quant: cfg.Quant) -> None:
         need = "nvfp4 or none: what servers do with activations beside NVFP4 weights"
         require(isinstance(formats.get(quant.acts), NVFP4), f"{at}acts", quant.acts, need)
     if quant.kv is not None:
-        _check_kv(model, quant)
+        _check_kv(model, quant, f"{at}kv")
 
 
-def _check_kv(model: cfg.Model, quant: cfg.Quant) -> None:
-    at, kv = "save_nvfp4: config.quant.kv", formats.get(quant.kv or "")
+def _check_kv(model: cfg.Model, quant: cfg.Quant, at: str) -> None:
+    kv = formats.get(quant.kv or "")
     need = "nvfp4: servers keep E2M1 codes with E4M3 scales"
     require(
         isinstance(kv, NVFP4), at, quant.kv, need, "kv=none, and another KV format in the server"
@@ -119,15 +121,23 @@ def exclusions(table: Sequence[names.Tensor], packed: Collection[str]) -> list[s
     return found
 
 
-def own(model: cfg.Model, quant: cfg.Quant) -> dict[str, Any]:
-    """What `read` needs to return exactly this model and quant section."""
-    return {"compute_dtype": model.compute_dtype, "quant": dataclasses.asdict(quant)}
+def own(model: cfg.Model, quant: cfg.Quant, kv_scale: float = 1.0) -> dict[str, Any]:
+    """What `read` needs to return exactly this model and quant section.
+
+    The scale that servers were given for their KV cache stands beside it; our sampler's is 1.
+    """
+    kept = {"compute_dtype": model.compute_dtype, "quant": dataclasses.asdict(quant)}
+    return kept if quant.kv is None else {**kept, "kv_scale": kv_scale}
 
 
 def read(
     directory: pathlib.Path, config: config_json.Json, packed: Collection[str]
 ) -> tuple[cfg.Model, cfg.Quant]:
-    """Model and quant section: our own as it was, another tool's as its packed weights say."""
+    """Model and quant section: our own as it was, another tool's as its packed weights say.
+
+    Raises: ValueError naming the file if the section is no section, or none of this layout, whose
+            values would not be what the file's codes mean.
+    """
     where, file = str(directory / "config.json"), directory / OWN
     if not file.is_file():
         model = config_json.model_of(config, "bfloat16", where)
@@ -136,11 +146,19 @@ def read(
         kept = json.loads(file.read_text(encoding="utf-8"))
         quant = cfg.Quant(**kept["quant"])
         dtype = kept["compute_dtype"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         need = "the file that save_nvfp4 wrote"
         fix = "without it the section is read off the weights"
         raise ValueError(message(str(file), repr(error), need, fix)) from error
-    return config_json.model_of(config, dtype, where), quant
+    need = f"one of {list(load.DTYPES)}"
+    require(dtype in load.DTYPES, f"{file}: compute_dtype", repr(dtype), need)
+    model = config_json.model_of(config, dtype, where)
+    check(model, quant, f"{file}: quant.")
+    try:
+        model_checks.quant_on_model(model, quant)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return model, quant
 
 
 def _infer(
@@ -148,17 +166,32 @@ def _infer(
 ) -> cfg.Quant:
     numbers = sorted({int(name.partition("layers.")[2].partition(".")[0]) for name in packed})
     require(bool(numbers), where, "no packed weights", "some, as quantization_config says")
-    section = config["quantization_config"]
-    scheme = section.get("kv_cache_scheme")
-    kv = scheme == "NVFP4" or (isinstance(scheme, dict) and scheme.get("num_bits") == 4)
+    section = config_json.quantisation(config)
+    kept = numbers[0], model.layers - 1 - numbers[-1]
     dense = {i for i in numbers if i in layer_kinds.layers_with(model, "mlp")}
     return cfg.Quant(
         rollout="fp4",
         trainer="qat",
         weights="nvfp4:convention=modelopt",
         acts=None if section["quant_algo"].startswith("W4A16") else "nvfp4",
-        kv="nvfp4:global_rule=one" if kv else None,
+        kv=_infer_kv(section.get("kv_cache_scheme"), any(kept), where),
         mlps="all" if dense else "experts",
-        keep_first=numbers[0],
-        keep_last=model.layers - 1 - numbers[-1],
+        keep_first=kept[0],
+        keep_last=kept[1],
     )
+
+
+def _infer_kv(scheme: Any, kept: bool, where: str) -> str | None:
+    """The KV format; what the sampler does not compute is left out, and said."""
+    four = scheme == "NVFP4" or (isinstance(scheme, dict) and scheme.get("num_bits") == 4)
+    if four and not kept:
+        return "nvfp4:global_rule=one"
+    if scheme is not None:
+        why = "in every layer, of which some are in high precision" if four else "is not NVFP4"
+        logging.warning(
+            "%s: kv_cache_scheme %s %s: the sampler keeps its KV cache in high precision",
+            where,
+            scheme,
+            why,
+        )
+    return None

@@ -12,11 +12,14 @@ import numpy as np
 
 from trace_jax import config as cfg
 from trace_jax.checks import message, require
-from trace_jax.hf import config_json, directory, files, load, names
+from trace_jax.hf import config_json, config_keys, directory, files, load, names
 from trace_jax.types import Params
 
 # keys of another checkpoint's config.json that describe how *it* is stored
 _NOT_KEPT = ("text_config", "vision_config", "quantization_config", "architectures", "auto_map")
+_NOT_KEPT += ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # heads that are not written
+# released hybrids have these in float32 beside BF16; transformers and servers read either
+_DECAYS = (("layers", "linear", "A_log"), ("layers", "linear", "norm"))
 
 
 def save(
@@ -34,10 +37,11 @@ def save(
 
     Written beside `path` and renamed when complete. The host holds one layer of one parameter.
 
-    Args:   params: as `load` and `models.transformer.init` give them. dtype: of all tensors.
+    Args:   params: as `load` and `models.transformer.init` give them. dtype: of the tensors, see
+            `dtypes` for the exceptions.
             tokenizer: a `data.tokenizer.Tokenizer`; adds its files and generation_config.json.
             like: a checkpoint directory; what its config.json says beyond our model (context
-            length, token ids) is kept.
+            length, token ids) is kept, and so are dtypes that differ from its embedding's.
     Raises: ValueError if no model type of transformers computes this model, or if parameters are
             missing, unknown or of another shape, naming them; FileExistsError as `directory.fresh`.
     """
@@ -46,10 +50,11 @@ def save(
     check(model, params)
     config = describe(model, dtype, tokenizer, like)
     table = names.table(model)
-    declared = {row.name: (jnp.dtype(dtype), row.shape) for row in table}
+    kinds = dtypes(model, params, table, dtype, like)
+    declared = {row.name: (kinds[row.name], row.shape) for row in table}
     with directory.fresh(path, overwrite=overwrite) as new:
         directory.write_json(new / "config.json", config)
-        directory.write_tensors(new, declared, values(table, params, dtype), max_shard_bytes)
+        directory.write_tensors(new, declared, values(table, params, kinds), max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save(new)
 
@@ -68,13 +73,68 @@ def describe(
     config = config_json.config_of(model) | {"dtype": dtype, "torch_dtype": dtype}
     kept: dict[str, Any] = {}
     if like is not None:
-        whole = config_json.read(like)
-        kept = {**whole, **whole.get("text_config", {})}
-        kept = {key: value for key, value in kept.items() if key not in _NOT_KEPT}
+        whole = config_keys.flat(config_json.read(like))
+        kept = {key: value for key, value in whole.items() if key not in _NOT_KEPT}
         config.pop("max_position_embeddings" if "max_position_embeddings" in kept else "", None)
     if tokenizer is not None:
         kept |= {"eos_token_id": list(tokenizer.stop_ids), "pad_token_id": tokenizer.pad_id}
     return {**kept, **config}
+
+
+def dtypes(
+    model: cfg.Model,
+    params: Params,
+    table: Sequence[names.Tensor],
+    dtype: str,
+    like: str | pathlib.Path | None = None,
+) -> dict[str, np.dtype]:
+    """The dtype of each tensor of a table.
+
+    That is `dtype`, but for tensors that `like` holds in another dtype than its embedding: they
+    stay as they are there if `dtype` is the embedding's, or if theirs is wider. Where `like` says
+    nothing, the decays A_log and the norm of Gated DeltaNet are float32 unless `dtype` is exact.
+    """
+    main = np.dtype(jnp.dtype(dtype))
+    exact = {path: _is_exact(params, path, main) for path in _DECAYS}
+    main_there, theirs = _dtypes_of(model, like)
+    out = {}
+    for row in table:
+        path = row.places[0].path
+        kind = np.dtype(np.float32) if not exact.get(path, True) else main
+        there = theirs.get(row.name, theirs.get(row.places[0].slab))
+        odd = there is not None and there != main_there
+        if there is not None and (main == main_there or (odd and there.itemsize > main.itemsize)):
+            kind = there
+        out[row.name] = kind
+    return out
+
+
+def _is_exact(params: Params, path: names.Path, dtype: np.dtype) -> bool:
+    leaf: Any = params
+    for key in path:
+        if key not in leaf:
+            return True
+        leaf = leaf[key]
+    leaf = jnp.asarray(leaf)
+    return bool(jnp.all(leaf == leaf.astype(dtype).astype(leaf.dtype)))
+
+
+def _dtypes_of(
+    model: cfg.Model, like: str | pathlib.Path | None
+) -> tuple[np.dtype | None, dict[Any, np.dtype]]:
+    """Dtypes of a checkpoint: of its embedding, and of tensors by our name and by slab."""
+    if like is None or not any(pathlib.Path(like).glob("*.safetensors")):
+        return None, {}
+    stored = files.read_headers(like)
+    layout = names.layout_of(model, {name: tensor.shape for name, tensor in stored.items()})
+    out: dict[Any, np.dtype] = {}
+    for row in names.table(model, layout):
+        kind = stored[row.name].dtype if row.name in stored else None
+        if kind in load.READABLE:
+            kind = min(kind, np.dtype(np.float32), key=lambda k: k.itemsize)
+            out[f"model.{row.name.removeprefix(layout.prefix)}"] = kind
+            out |= {place.slab: kind for place in row.places}
+    return out.get("model.embed_tokens.weight"), out
 
 
 def check(model: cfg.Model, params: Params) -> None:
@@ -103,19 +163,23 @@ def _flat(tree: Any) -> dict[str, Any]:
     return {"/".join(str(getattr(key, "key", key)) for key in path): leaf for path, leaf in leaves}
 
 
-def values(table: Sequence[names.Tensor], params: Params, dtype: str) -> Iterator[np.ndarray]:
-    """The tensors of a table, one after another, in their dtype."""
-    left = collections.Counter(place.slab for row in table for place in row.places)
+def values(
+    table: Sequence[names.Tensor], params: Params, kinds: Mapping[str, np.dtype]
+) -> Iterator[np.ndarray]:
+    """The tensors of a table, one after another, in their dtypes, which are given by name."""
+    left = collections.Counter(
+        (place.slab, kinds[row.name]) for row in table for place in row.places
+    )
     slabs: dict[Any, np.ndarray] = {}
     for row in table:
         parts = []
         for place in row.places:
-            key = place.slab
+            key = place.slab, kinds[row.name]
             if key not in slabs:
                 leaf: Any = params
                 for step in place.path:
                     leaf = leaf[step]
-                slabs[key] = fetch(leaf, key[1], dtype)
+                slabs[key] = fetch(leaf, place.slab[1], kinds[row.name].name)
             parts.append(slabs[key][place.within])
             left[key] -= 1
             if not left[key]:
