@@ -100,3 +100,14 @@ def test_layout_is_told_by_the_matrix_that_is_not_square(tmp_path):
             layout = names.Layout(experts=experts)
             shapes = {row.name: row.shape for row in names.table(square, layout)}
             assert names.layout_of(square, shapes) == layout
+
+
+def test_shapes_of_neither_layout_are_told_of_the_usual_one(tmp_path):
+    """An error then lists shapes as transformers writes them; each vote counts once."""
+    model = model_at(checkpoints.write("qwen3_moe", tmp_path))
+    at = "model.layers.0.mlp.experts"
+    other = {f"{at}.gate_up_proj": (1, 2, 3), f"{at}.down_proj": (3, 2, 1)}
+    assert names.layout_of(model, other) == names.Layout(experts="fused")
+    E, F, D = model.experts, model.expert_ffn, model.width
+    one_of_each = {f"{at}.gate_up_proj": (E, D, 2 * F), f"{at}.down_proj": (E, D, F)}
+    assert names.layout_of(model, one_of_each) == names.Layout(experts="fused")

@@ -289,3 +289,25 @@ def test_under_bfloat16_memory_and_gates_stay_in_float32():
     step, state = module(x_BTD[:, :1], state)
     assert step.dtype == jnp.bfloat16
     assert state["memory"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 1e-2, 1.0])
+def test_small_keys_and_queries_are_normalised_with_the_epsilon_of_transformers(size):
+    """transformers' l2norm: x * rsqrt(sum(x^2) + 1e-6), in float64 by numpy; q times dk^-1/2."""
+    dk, Hk, Hv = MODEL.linear_key_dim, MODEL.linear_key_heads, MODEL.linear_value_heads
+    rng = np.random.default_rng(0)
+    channels = 2 * Hk * dk + Hv * MODEL.linear_value_dim
+    mixed = (size * rng.standard_normal((2, 3, channels))).astype(np.float32)
+    mixed[0, 0] = 0
+    params = transformer.init(MODEL, 5, jax.random.key(0))["layers"]
+    kind = layer_kinds.kinds(MODEL)[0]
+    layer = transformer.make_layer_view(MODEL)(kind, jax.tree.map(lambda a: a[0], params))
+    q, k, v = layer.linear._heads(jnp.asarray(mixed))
+    wide = mixed.astype(np.float64)
+    for got, start, scale in ((q, 0, dk**-0.5), (k, Hk * dk, 1.0)):
+        x = wide[..., start : start + Hk * dk].reshape(2, 3, Hk, dk)
+        want = scale * x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+        want = np.repeat(want, Hv // Hk, axis=2)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-12)
+        np.testing.assert_array_equal(got[0, 0], 0)
+    np.testing.assert_array_equal(v, mixed[..., 2 * Hk * dk :].reshape(v.shape))

@@ -141,6 +141,25 @@ def test_the_size_of_h_does_not_matter():
     np.testing.assert_array_equal(choose[0], choose[2])
 
 
+@pytest.mark.parametrize("text", ["nvfp4", "nvfp4:global_rule=pow2"])
+def test_masters_in_float32_are_rounded_to_bfloat16_first(text):
+    """As the sampler's own packing does: codes of the float32 values would be others."""
+    format, h = formats.get(text), jnp.asarray(channel_weights(11, 64))
+    rounded_w = weights(10, 64, 64)
+    rng = np.random.default_rng(12)
+    masters = rounded_w * (1 + np.float32(2**-9) * rng.uniform(-0.9, 0.9, rounded_w.shape))
+    masters = masters.astype(np.float32)
+    both = masters.astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert np.any(masters != both)
+    found = hscale.pack_weight(jnp.asarray(masters), h, format)
+    wanted = hscale.pack_weight(jnp.asarray(both), h, format)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    # the scales that `pack_weight` starts from are the same either way: the search itself too
+    packed = pack(jnp.asarray(both), format)
+    alone = hscale.refine(jnp.asarray(masters), h, packed, format)
+    jax.tree.map(np.testing.assert_array_equal, alone, wanted)
+
+
 def test_a_block_with_nan_stays_nan_and_hurts_no_other():
     format = formats.get("nvfp4:global_rule=one")
     w = weights(8, 4, 32)
