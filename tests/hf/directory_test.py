@@ -137,7 +137,7 @@ def test_working_directory_is_replaced_and_stays_the_working_directory(full, tmp
 
 
 def test_what_can_not_be_replaced_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    def refused(path, said, error=ValueError, **options):
+    def refused(path, said, error: type[Exception] = ValueError, **options):
         before = sorted(tmp_path.rglob("*"))
         with (
             pytest.raises(error, match=said),

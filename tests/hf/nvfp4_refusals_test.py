@@ -126,7 +126,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(leaf, index, name, bad,
         inner[key] = dict(inner[key])
         inner = inner[key]
     inner[leaf[-1]] = inner[leaf[-1]].at[index].set(bad)
-    given = [params]
+    given: list = [params]
     if np.isnan(bad):
         given.append(weight_sync.make_sync(model, quant)(params, 0))
     for weights in given:

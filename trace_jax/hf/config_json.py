@@ -57,7 +57,7 @@ def read(directory: str | pathlib.Path) -> Json:
     config = _object(pathlib.Path(directory) / "config.json")
     legacy = pathlib.Path(directory) / "hf_quant_config.json"
     if "quantization_config" not in config and legacy.is_file():
-        old = _object(legacy).get("quantization")
+        old: Any = _object(legacy).get("quantization")
         need = "an object"
         require(isinstance(old, dict), f"{legacy}: quantization", repr(old), need)
         config["quantization_config"] = {

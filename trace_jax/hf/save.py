@@ -19,7 +19,7 @@ from trace_jax.types import Params
 _NOT_KEPT = ("text_config", "vision_config", "quantization_config", "architectures", "auto_map")
 _NOT_KEPT += ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # heads that are not written
 # released hybrids have these in float32 beside BF16; transformers and servers read either
-_DECAYS = (("layers", "linear", "A_log"), ("layers", "linear", "norm"))
+_DECAYS: tuple[names.Path, ...] = (("layers", "linear", "A_log"), ("layers", "linear", "norm"))
 
 
 def save(
@@ -129,9 +129,8 @@ def _dtypes_of(
     layout = names.layout_of(model, {name: tensor.shape for name, tensor in stored.items()})
     out: dict[Any, np.dtype] = {}
     for row in names.table(model, layout):
-        kind = stored[row.name].dtype if row.name in stored else None
-        if kind in load.READABLE:
-            kind = min(kind, np.dtype(np.float32), key=lambda k: k.itemsize)
+        if row.name in stored and stored[row.name].dtype in load.READABLE:
+            kind = min(stored[row.name].dtype, np.dtype(np.float32), key=lambda k: k.itemsize)
             out[f"model.{row.name.removeprefix(layout.prefix)}"] = kind
             out |= {place.slab: kind for place in row.places}
     return out.get("model.embed_tokens.weight"), out
