@@ -4,15 +4,18 @@ The real templates and the real tokenizer are not in the repository (they belong
 that need them look in the folder that TRACE_JAX_TEMPLATES names and say where to get them.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
+import re
+import tracemalloc
 
 import jinja2
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from trace_jax.data import chat
+from trace_jax.data import chat, sandbox
 from trace_jax.data.tokenizer import byte_tokenizer, load_tokenizer
 
 FOLDER = pathlib.Path(os.environ.get("TRACE_JAX_TEMPLATES", "no_such_folder"))
@@ -184,8 +187,137 @@ def test_a_template_that_jinja_cannot_read_names_file_and_line(tmp_path):
 def test_templates_cannot_reach_python():
     for start in ("dict", "namespace(a=1)", "''", "messages", "strftime_now", "raise_exception"):
         for path in ("__class__.__mro__", "__init__.__globals__", "__globals__['os']"):
-            with pytest.raises((jinja2.exceptions.SecurityError, jinja2.exceptions.UndefinedError)):
+            with pytest.raises(ValueError, match="chat template: got ") as caught:
                 chat.render(f"{{{{ {start}.{path} }}}}", [{"role": "user", "content": "x"}], {})
+            causes = (jinja2.exceptions.SecurityError, jinja2.exceptions.UndefinedError)
+            assert isinstance(caught.value.__cause__, causes)
+
+
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{{ messages[-1].content }}"
+)
+
+
+def test_a_template_without_a_system_role_says_so():
+    tokenizer = dataclasses.replace(byte_tokenizer(), template=NO_SYSTEM)
+    assert tokenizer.prompt_ids("hi") == list(b"hi")
+    with pytest.raises(ValueError, match=r"System role not supported.*Fix: leave the system pro"):
+        tokenizer.prompt_ids("hi", system="be brief")
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 1 / 0 }}", "{{ foo.bar.baz }}", "{{ raise_exception('no') }}", "{{ messages.nope() }}",
+     "{% include '/etc/passwd' %}", "{{ range(10 ** 9) }}", "{{ messages + 1 }}", "{{ lipsum() }}",
+     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"],
+)  # fmt: skip
+def test_whatever_a_template_raises_is_one_error_and_loading_survives_it(template, tmp_path):
+    tokenizer = load_tokenizer(checkpoint(tmp_path / "c", template))
+    with pytest.raises(ValueError, match=r"chat template: got .+, need a template that renders"):
+        tokenizer.prompt_ids("hi")
+
+
+@pytest.mark.parametrize("bad", ["{{ 'a' | nope }}", "{{ 'a' is nope }}", "{{ " + "(" * 5000])
+def test_what_does_not_compile_is_found_when_it_is_loaded(bad, tmp_path):
+    with pytest.raises(ValueError, match=r"chat_template.jinja: got .*, need jinja2"):
+        load_tokenizer(checkpoint(tmp_path / "c", bad))
+
+
+def grown(grow, start="'a'", times=99):
+    return (
+        f"{{% set ns = namespace(x={start}) %}}{{% for i in range({times}) %}}"
+        f"{{% set ns.x {grow} %}}{{% endfor %}}{{{{ ns.x }}}}"
+    )
+
+
+HUGE = [
+    "{{ 'a' * 3000000000 }}", "{{ [1] * 3000000000 }}", "{{ 9 ** (9 ** 9) }}",
+    "{{ '%900000000d' % 1 }}", "{{ '%900000000d' | format(1) }}", "{{ '%*d' % (10 ** 9, 1) }}",
+    "{{ '{:{w}}'.format('a', w=10 ** 9) }}", "{{ 'a' | center(2000000000) }}",
+    "{{ 'a'.ljust(1000000000) }}", "{{ {'a': 1} | tojson(indent=1000000000) }}",
+    "{{ ('a' * 999999) | replace('a', 'b' * 999999) }}",
+    "{{ ('a' * 999999).replace('a', 'b' * 999999) }}",
+    "{{ range(9999) | map('string') | join('b' * 999999) }}",
+    "{{ ('b' * 999999).join(range(9999) | map('string')) }}",
+    grown("= ns.x + ns.x"), grown("= ns.x ~ ns.x"), grown("= ns.x * 2"),
+    grown("= [ns.x, ns.x]"), grown("= ns.x + ns.x", "[1]"),
+    grown("%}{{ ns.x }}{{ ns.x }}{% endset", times=22), grown("= ns.x * ns.x", "9"),
+    "{% for i in range(99999) %}" + "x" * 9999 + "{% endfor %}",
+    "{% set y %}{% for i in range(99999) %}" + "x" * 9999 + "{% endfor %}{% endset %}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", HUGE)
+def test_a_template_cannot_fill_memory(template):
+    tracemalloc.start()
+    chat.check_syntax("{% if false %}" + template + "{% endif %}", "x")  # nothing is computed
+    with pytest.raises(ValueError, match=r"chat template: got (a value larger|more than|more loop"
+                       r"|an integer of more)"):  # fmt: skip
+        chat.render(template, [{"role": "user", "content": "hi"}], {})
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 64 * 2**20
+
+
+LOOPS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for x in [1, 2] %}" * 15 + "{% endfor %}" * 15,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", LOOPS)
+def test_a_template_cannot_run_for_ever(template, monkeypatch):
+    monkeypatch.setattr(sandbox, "STEPS", 10**4)
+    with pytest.raises(ValueError, match="chat template: got more loop iterations and calls"):
+        chat.render(template.replace("99999", "999"), [{"role": "user", "content": "hi"}], {})
+
+
+def test_bounds_grow_with_the_conversation():
+    text = "y" * 3_000_000
+    expected = f"[{text}]{text}!{text.upper()}"
+    template = "{% set c = messages[0].content %}{{ '[' + c ~ ']' }}{{ c | trim }}!{{ c.upper() }}"
+    assert chat.render(template, [{"role": "user", "content": text}], {}) == expected
+
+
+def test_what_is_counted_still_means_what_jinja2_means():
+    template = (
+        "a\n  {% if true %}\n{{ '%5d|%s 123456789' % (3, 'x') }}{% endif %}{{ [1, 2] | join(',') }}"
+        "{{ 'aXa' | replace('a', 'bc') }}{{ '{:>4}'.format('z') }}{{ 2 ** 10 * 3 % 7 + 1 }}"
+        "{% for k, v in {'a': 1}.items() %}{{ k ~ v ~ none }}{% endfor %}"
+        "{% for x in range(3) if x != 1 %}{{ loop.length }}{{ loop.last }}{{ x }}{% endfor %}"
+        "{% for x in [1, [2]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}"
+        "{{ messages | map(attribute='role') | list }}{{ 'ab' * 2 }}{{ 'x' | indent(2, true) }}"
+        "{% set b %}<{{ 1 }}>{% endset %}{{ b }}{{ nothing }}{{ [1] + [2] }}{{ 1.5 * 2 }}"
+        "{% for x in nothing %}{% else %}none{% endfor %}"
+    )
+    options = {"trim_blocks": True, "lstrip_blocks": True}
+    plain = jinja2.Environment(**options).from_string(template)
+    messages = [{"role": "user", "content": "hi"}]
+    assert chat.render(template, messages, {}) == plain.render(messages=messages)
+
+
+def test_a_newline_after_a_block_and_blanks_before_it_are_not_text():
+    assert chat.render("a\n  {% if true %}\nb\n  {% endif %}\nc", [], {}) == "a\nb\nc"
+
+
+def test_every_literal_is_cut_after_its_first_character():
+    assert chat.break_literals("a<x>b<x>", ["<x>"]) == ["a<", "x>b<", "x>"]
+    assert chat.break_literals("<<x>>", ["<x>", "<<x>"]) == ["<", "<", "x>>"]
+    assert chat.break_literals("plain", ["<x>"]) == ["plain"]
+
+
+def test_marks_are_never_in_the_texts_or_the_template():
+    noncharacters = [chr(c) for c in range(0x110000) if c % 0x10000 >= 0xFFFE]
+    noncharacters += [chr(c) for c in range(0xFDD0, 0xFDF0)]
+    assert len(noncharacters) == 66
+    for left in (noncharacters[5], noncharacters[-1]):
+        assert chat.free_mark(["".join(c for c in noncharacters if c != left)]) == left
+    with pytest.raises(ValueError, match=r"got all 66 noncharacters of Unicode, need"):
+        byte_tokenizer().prompt_ids("".join(noncharacters))
+    text = "".join(noncharacters[-32:])
+    assert byte_tokenizer().prompt_ids(text) == [257, *text.encode(), 257]
 
 
 def test_the_date_of_a_template_can_be_pinned(monkeypatch):
@@ -244,7 +376,7 @@ def test_templates_of_many_models_render_as_hugging_face_renders_them(name):
                 )
             except jinja2.TemplateError as error:  # no system role, ...: ours refuses it too
                 refused.append(path.name)
-                with pytest.raises(jinja2.TemplateError, match=str(error)[:10]):
+                with pytest.raises(ValueError, match=re.escape(str(error)[:10])):
                     chat.render(template, messages(name), special, thinking=thinking)
                 continue
             ours = chat.render(template, messages(name), special, thinking=thinking)

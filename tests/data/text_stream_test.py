@@ -67,3 +67,18 @@ def test_blanks_between_words_survive_where_decoding_strips_the_first():
     pieces = pieces_of(metaspace_tokenizer(), ids)
     assert pieces == ["the", " cat", "s", " cat", "", "", "漢", " the", ""]
     assert "".join(pieces) == metaspace_tokenizer().decode(ids)
+
+
+@pytest.mark.parametrize("byte", [0x80, 0xFF, 0xF0])
+def test_bytes_that_never_complete_a_character_cost_the_same_each(byte, monkeypatch):
+    tokenizer, decoded = byte_tokenizer(), []
+    decode = OurTokenizer.decode
+    monkeypatch.setattr(
+        OurTokenizer,
+        "decode",
+        lambda s, ids, **a: (decoded.append(len(ids)), decode(s, ids, **a))[1],
+    )
+    ids = [65, *[byte] * 300, *"漢".encode(), 66]
+    pieces = pieces_of(tokenizer, ids, special=True)
+    assert max(decoded) < 40
+    assert "".join(pieces) == decode(tokenizer, ids, special=True)

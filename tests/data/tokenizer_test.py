@@ -144,17 +144,14 @@ def test_saved_byte_tokenizer_loads_with_the_same_ids(tmp_path):
     [
         ("directory", "an existing directory"),
         ("tokenizer.json", "no tokenizer.json"),
-        ("template", "no chat_template"),
         ("eos", "eos_token_id"),
         ("json", "tokenizer_config.json"),
     ],
 )
 def test_load_tokenizer_says_which_file_lacks_what(tmp_path, broken, says):
-    _checkpoint(tmp_path / "a", template=None if broken == "template" else TEMPLATE, eos=[])
+    _checkpoint(tmp_path / "a", template=TEMPLATE, eos=[])
     if broken == "tokenizer.json":
         (tmp_path / "a" / "tokenizer.json").unlink()
-    if broken == "template":
-        (tmp_path / "a" / "generation_config.json").write_text('{"eos_token_id": 2}')
     if broken == "json":
         (tmp_path / "a" / "tokenizer_config.json").write_text("{")
     spec = tmp_path / ("missing" if broken == "directory" else "a")
@@ -167,3 +164,55 @@ def test_chat_template_of_a_checkpoint_cannot_reach_python(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path / "a"))
     with pytest.raises(Exception, match="unsafe"):
         tokenizer.prompt_ids("hi")
+
+
+def test_a_base_model_without_a_template_encodes_and_only_prompts_are_refused(tmp_path):
+    hf = _checkpoint(tmp_path / "a")
+    tokenizer = load_tokenizer(str(tmp_path / "a"))
+    assert tokenizer.encode("hell o") == hf.encode("hell o", add_special_tokens=False).ids
+    for render in (tokenizer.answer_prefix, lambda: tokenizer.prompt_ids("hi")):
+        with pytest.raises(ValueError, match=r"_config.json: got no chat_template.*messages\[-1"):
+            render()
+    tokenizer.save(tmp_path / "b")
+    assert load_tokenizer(str(tmp_path / "b")).template is None
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja: got .*, need UTF-8"),
+        ("chat_template.json", b"{", "chat_template.json: got .*, need a JSON object"),
+        ("chat_template.json", b"[]", "chat_template.json: got list, need a JSON object"),
+        ("tokenizer_config.json", b"\xff", "tokenizer_config.json: got .*, need a JSON object"),
+        ("tokenizer_config.json", b'{"chat_template": ["x"]}', r"chat_template: got \['x'\], need"),
+        ("tokenizer_config.json", b'{"chat_template": 3}', r"chat_template: got 3, need a string"),
+        ("generation_config.json", b'{"eos_token_id": 1099511627776}', r"\[1099511627776\], of no"),
+        ("generation_config.json", b'{"eos_token_id": true}', r"eos_token_id \[True\], need"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, file, content, says):
+    _checkpoint(tmp_path / "a")
+    (tmp_path / "a" / file).write_bytes(content)
+    with pytest.raises(ValueError, match=says):
+        load_tokenizer(str(tmp_path / "a"))
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_not_for_prompts(tmp_path):
+    hf = _checkpoint(tmp_path / "a", template=TEMPLATE)
+    hf.enable_truncation(4)
+    hf.enable_padding(pad_id=1, length=64)
+    hf.save(str(tmp_path / "a" / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "a"))
+    assert tokenizer.decode(tokenizer.encode("a long text")) == "a long text"
+    assert len(tokenizer.encode("abc")) == 3
+
+
+def test_lone_surrogates_become_the_replacement_character():
+    tokenizer = byte_tokenizer()
+    assert tokenizer.prompt_ids("a\ud800b\udcff") == tokenizer.prompt_ids("a\ufffdb\ufffd")
+    assert tokenizer.encode("\udfff") == list("\ufffd".encode())
+
+
+def test_an_error_begins_with_what_the_user_wrote():
+    with pytest.raises(ValueError, match=r"^--model: got 'nowhere', need"):
+        load_tokenizer("nowhere", "--model")

@@ -1,7 +1,7 @@
 """Chat templates: jinja2 from a checkpoint, rendered in a sandbox as Hugging Face renders them.
 
-A template is not trusted code, and text is not trusted markup: literals of added tokens in a text
-are cut where a mark stands, and the caller encodes the pieces apart.
+A template is not trusted code (`sandbox.py`), and text is not trusted markup: literals of added
+tokens in a text are cut where a mark stands, and the caller encodes the pieces apart.
 """
 
 import datetime
@@ -17,17 +17,21 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
-import jinja2.sandbox
 
 from trace_jax.checks import message, require
+from trace_jax.data import sandbox
 
 ROLES = ("system", "user", "assistant")
 # What templates call the switch; DeepSeek's say `thinking`, all others seen `enable_thinking`.
 SWITCHES = ("enable_thinking", "thinking")
 
-# Noncharacters: never in valid text files, and no tokenizer knows them. They mark where a literal
-# is cut while the template is rendered.
-_MARKS = tuple(chr(c) for c in range(0xFDD0, 0xFDF0))
+# The 66 noncharacters of Unicode: rare in text, and no tokenizer knows them. One that is not in the
+# text marks where a literal is cut while the template is rendered.
+_MARKS = (
+    *range(0xFDD0, 0xFDF0),
+    *(plane + end for plane in range(0, 17 << 16, 1 << 16) for end in (0xFFFE, 0xFFFF)),
+)
+_MARKS = tuple(map(chr, _MARKS))
 
 
 def render(
@@ -41,23 +45,48 @@ def render(
     """The conversation as text, ready for the answer.
 
     Args:   thinking: switches thinking on or off; None leaves it to the template.
-    Raises: ValueError if the template has no such switch; jinja2's errors as they are.
+    Raises: ValueError if the template has no such switch, or fails on this conversation, or needs
+            more memory or steps than `sandbox` allows.
     """
     switches = {}
     if thinking is not None:
         name = thinking_switch(template)
-        fix = "data.thinking=none (no --thinking or --nothinking): its one way"
+        fix = "leave the switch out (generate: no --thinking or --nothinking; data.thinking=none)"
         where, need = "chat template", f"one that reads {' or '.join(SWITCHES)}"
         require(name is not None, where, f"thinking={thinking} and no switch", need, fix)
         switches = {str(name): thinking}
     values = {"messages": [dict(m) for m in messages], "tools": None, "documents": None}
     values |= {"add_generation_prompt": generation_prompt, **special, **switches}
-    return _compiled(template).render(values)
+    try:
+        return _rendered(template, values)
+    except Exception as error:  # whatever a template that is not ours makes Python raise
+        got = str(error) or type(error).__name__
+        need, fix = "a template that renders this conversation", "correct chat_template"
+        if messages and messages[0]["role"] == "system" and _renders(template, values):
+            got, fix = f"a system prompt, refused with {got!r}", "leave the system prompt out"
+        raise ValueError(message("chat template", got, need, fix)) from error
+
+
+def _renders(template: str, values: Mapping[str, Any]) -> bool:
+    """Whether all but the first message would do."""
+    try:
+        _rendered(template, {**values, "messages": values["messages"][1:]})
+    except Exception:  # as above
+        return False
+    return True
+
+
+def _rendered(template: str, values: Mapping[str, Any]) -> str:
+    with sandbox.budget(sum(len(m["content"]) for m in values["messages"])):
+        return _compiled(template).render(values)
 
 
 def thinking_switch(template: str) -> str | None:
     """The variable by which the template turns thinking on and off; None if it reads none."""
-    variables = jinja2.meta.find_undeclared_variables(_environment().parse(template))
+    try:
+        variables = jinja2.meta.find_undeclared_variables(_environment().parse(template))
+    except Exception as error:  # as in `render`; loading has compiled it, unless it was set by hand
+        raise ValueError(message("chat template", error, "jinja2")) from error
     return next((name for name in SWITCHES if name in variables), None)
 
 
@@ -67,25 +96,28 @@ def turn_end(template: str, special: Mapping[str, str]) -> str:
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
     try:
         text = render(template, messages, special, generation_prompt=False)
-    except (jinja2.TemplateError, TypeError):  # it wants other conversations than this one
+    except ValueError:  # it wants other conversations than this one
         return ""
     _, found, after = text.rpartition(answer[-1])
     return after if found else ""
 
 
 def check_syntax(template: str, where: str) -> str:
-    """The template itself. Raises: ValueError if jinja2 cannot read it."""
+    """The template itself. Raises: ValueError if jinja2 cannot read or compile it."""
     try:
-        _environment().parse(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(message(where, f"line {error.lineno}: {error}", "jinja2")) from error
+        _compiled(template)
+    except Exception as error:  # jinja2's own, RecursionError, whatever Python's compiler raises
+        line = getattr(error, "lineno", None)
+        got = f"{'' if line is None else f'line {line}: '}{error or type(error).__name__}"
+        raise ValueError(message(where, got, "jinja2")) from error
     return template
 
 
 def free_mark(texts: Sequence[str]) -> str:
-    """A mark that is in none of the texts."""
+    """A mark that is in none of the texts. Raises: ValueError if they hold them all."""
     mark = next((c for c in _MARKS if not any(c in text for text in texts)), "")
-    assert mark, "texts that hold all 32 noncharacters"
+    need = "texts without one of them, to mark places with"
+    require(bool(mark), "chat template", f"all {len(_MARKS)} noncharacters of Unicode", need)
     return mark
 
 
@@ -100,30 +132,53 @@ def break_literals(text: str, literals: Sequence[str]) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def read_template(directory: pathlib.Path, config: Mapping[str, object]) -> str:
+def read_template(directory: pathlib.Path, config: Mapping[str, object]) -> str | None:
     """The template of a checkpoint: of `chat_template.jinja`, else .json, else the config.
 
-    Raises: ValueError if there is none, or jinja2 cannot read it.
+    None if there is none: base models come without, and encoding text needs none.
+
+    Raises: ValueError if jinja2 cannot read it, or a file is malformed.
     """
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return check_syntax(path.read_text(encoding="utf-8"), str(path))
+        try:
+            return check_syntax(path.read_text(encoding="utf-8"), str(path))
+        except UnicodeDecodeError as error:
+            raise ValueError(message(str(path), error, "UTF-8")) from error
     path = directory / "chat_template.json"
     if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_object(path)
     else:
         path = directory / "tokenizer_config.json"
-    template = config.get("chat_template")
+    template, need = config.get("chat_template"), 'a string, or a list of {"name", "template"}'
     if isinstance(template, list):  # several named ones
-        template = {t["name"]: t["template"] for t in template}.get("default")
-    require(
-        isinstance(template, str),
-        str(path),
-        "no chat_template",
-        "one, or a file chat_template.jinja beside it",
-        "a base model has none: write a template such as '{{ messages[-1].content }}'",
-    )
+        good = all(isinstance(t, dict) and {"name", "template"} <= t.keys() for t in template)
+        require(good, f"{path}: chat_template", template, need)
+        template = {str(t["name"]): t["template"] for t in template}.get("default")
+    if template is None:
+        return None
+    require(isinstance(template, str), f"{path}: chat_template", template, need)
     return check_syntax(str(template), str(path))
+
+
+def read_object(path: pathlib.Path) -> dict[str, object]:
+    """The JSON object of a file; {} if there is none. Raises: ValueError naming the file."""
+    if not path.is_file():
+        return {}
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8
+        raise ValueError(message(str(path), error, "a JSON object")) from error
+    require(isinstance(loaded, dict), str(path), type(loaded).__name__, "a JSON object")
+    return loaded
+
+
+def require_template(template: str | None, where: str) -> str:
+    """The template. Raises: ValueError if there is none."""
+    fix = "a base model has none: write a template such as '{{ messages[-1].content }}'"
+    need = "one, or a file chat_template.jinja beside it"
+    require(template is not None, where, "no chat_template", need, fix)
+    return str(template)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -164,13 +219,13 @@ def _strftime_now(layout: str) -> str:
 
 
 @functools.cache
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment() -> sandbox.Environment:
+    environment = sandbox.Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = _tojson
+    environment.bounded("tojson", _tojson)
     helpers: dict[str, Callable[..., Any]] = {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,

@@ -2,6 +2,7 @@
 
 from trace_jax.data.tokenizer import Tokenizer
 
+_WAITING = 8  # ids after which broken bytes are given up; a character is at most 4 bytes
 _BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 
 
@@ -23,9 +24,21 @@ class TextStream:
         self._waiting.append(token)
         text = self._new_text()
         if not text or text.endswith(_BROKEN):
-            return ""
+            return "" if len(self._waiting) <= 2 * _WAITING else self._give_up()
         self._before, self._waiting = self._waiting, []
         return text
+
+    def _give_up(self) -> str:
+        """Broken bytes that no later id can complete, so that waiting costs no more and more."""
+        old = self._decode(self._before)
+        ids = [*self._before, *self._waiting]
+        whole, keep = self._decode(ids), _WAITING
+        head = self._decode(ids[:-keep])
+        # exact only where decoding splits: the rest alone must give the rest of the text
+        if head + self._decode(ids[-keep:]) != whole or not head.startswith(old):
+            return ""
+        self._before, self._waiting = [], ids[-keep:]
+        return head[len(old) :]
 
     def flush(self) -> str:
         """The rest, at the end of the answer."""

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -31,11 +32,12 @@ class Tokenizer:
     """A Hugging Face tokenizer with its chat template and the ids that end an answer."""
 
     hf: HfTokenizer
-    template: str  # jinja2 source, rendered in a sandbox
+    template: str | None  # jinja2 source, rendered in a sandbox; base models have none
     special: Mapping[str, str]  # bos_token, eos_token, ... that the template may name
     pad_id: int
     stop_ids: tuple[int, ...]  # sampling any of these ends the answer
     vocab_size: int  # one more than the largest id
+    where: str = "tokenizer"  # what it was loaded from, to begin an error with
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` as data: a literal such as `<|im_end|>` becomes plain pieces."""
@@ -96,12 +98,13 @@ class Tokenizer:
                 thinking: on or off, if the template has a switch; None: its default.
         Raises: ValueError for another role, a switch that the template does not have, or a text
                 that the tokenizer maps onto an added token in a way that cannot be broken (a
-                normaliser that rewrites look-alikes).
+                normaliser that rewrites look-alikes), or without a template.
         """
-        mark = chat.free_mark([m["content"] for m in messages])
+        template = chat.require_template(self.template, self.where)
+        mark = chat.free_mark([template, *(m["content"] for m in messages)])
         marked = []
         for m in messages:
-            role, text = m["role"], m["content"]
+            role, text = m["role"], _valid(m["content"])
             need = f"one of {chat.ROLES}"
             require(role in chat.ROLES, "tokenizer.chat_ids: role", repr(role), need)
             literals = self._literals(special_only=role == "assistant")
@@ -109,7 +112,7 @@ class Tokenizer:
             if role != "assistant":
                 self._require_plain(text, role)
             marked.append({"role": role, "content": mark.join(pieces)})
-        rendered = chat.render(self.template, marked, self.special, thinking=thinking)
+        rendered = chat.render(template, marked, self.special, thinking=thinking)
         ids: list[int] = []
         for piece in rendered.split(mark):
             ids.extend(self._raw_ids(piece))
@@ -118,7 +121,8 @@ class Tokenizer:
     def answer_prefix(self, *, thinking: bool | None = None) -> list[int]:
         """The ids at the end of every prompt that make the model answer; [] if there are none."""
         question = [{"role": "user", "content": "?"}]
-        args = (self.template, question, self.special)
+        template = chat.require_template(self.template, self.where)
+        args = (template, question, self.special)
         whole = chat.render(*args, thinking=thinking)
         bare = chat.render(*args, thinking=thinking, generation_prompt=False)
         return self._raw_ids(whole.removeprefix(bare)) if whole.startswith(bare) else []
@@ -128,8 +132,9 @@ class Tokenizer:
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self.hf.save(str(directory / "tokenizer.json"))
-        config = dict(self.special) | {
-            "chat_template": self.template,
+        template = {} if self.template is None else {"chat_template": self.template}
+        config = dict(self.special) | template
+        config |= {
             "pad_token": self.hf.id_to_token(self.pad_id),
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
@@ -146,7 +151,7 @@ class Tokenizer:
         )
 
     def _raw_ids(self, text: str) -> list[int]:
-        return self.hf.encode(text, add_special_tokens=False).ids
+        return self.hf.encode(_valid(text), add_special_tokens=False).ids
 
     def _is_known(self, token: int) -> bool:
         return 0 <= token < self.vocab_size and self.hf.id_to_token(token) is not None
@@ -178,11 +183,12 @@ def byte_tokenizer() -> Tokenizer:
     )
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
+def load_tokenizer(spec: str, where: str = "config.data.tokenizer") -> Tokenizer:
     """Loads "byte" or a directory in Hugging Face layout.
 
     Args:    spec: "byte", or a directory with `tokenizer.json`, `tokenizer_config.json`, a chat
              template (`chat_template.jinja`, else in the config) and `generation_config.json`.
+             Without a template it encodes and decodes; rendering a conversation raises.
              Stop ids are the union of its `eos_token_id`, the config's eos_token, and the special
              token with which the template ends an answer: checkpoints of base models say
              `<|endoftext|>` in one file and end turns with `<|im_end|>` in another.
@@ -191,7 +197,6 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "byte":
         return byte_tokenizer()
     directory = pathlib.Path(spec)
-    where = "config.data.tokenizer"
     require(directory.is_dir(), where, repr(spec), '"byte" or an existing directory')
     path = directory / "tokenizer.json"
     fix = "transformers writes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
@@ -203,8 +208,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
         raise ValueError(message(str(path), error, "a Hugging Face tokenizer.json")) from error
     hf.no_padding()
     hf.no_truncation()
-    config = _read_json(directory / "tokenizer_config.json")
-    generation = _read_json(directory / "generation_config.json")
+    config = chat.read_object(directory / "tokenizer_config.json")
+    generation = chat.read_object(directory / "generation_config.json")
     special = {k: _content(v) for k, v in config.items() if k.endswith("_token") and _content(v)}
     template = chat.read_template(directory, config)
     stop_ids = _stop_ids(hf, generation, special, template, spec)
@@ -216,6 +221,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
         pad_id=stop_ids[0] if pad is None else pad,  # padding is masked, so any id will do
         stop_ids=stop_ids,
         vocab_size=max(hf.get_vocab(with_added_tokens=True).values()) + 1,
+        where=str(directory / "tokenizer_config.json"),
     )
 
 
@@ -223,7 +229,7 @@ def _stop_ids(
     hf: HfTokenizer,
     generation: Mapping[str, object],
     special: Mapping[str, str],
-    template: str,
+    template: str | None,
     spec: str,
 ) -> tuple[int, ...]:
     """Every id with which this checkpoint ends an answer, those of generation_config first."""
@@ -236,10 +242,10 @@ def _stop_ids(
     good = isinstance(ids, list) and len(ids) > 0 and all(type(i) is int for i in ids)
     require(good, where, f"eos_token_id {ids}", need, fix)
     assert isinstance(ids, list)
-    unknown = [i for i in ids if i < 0 or hf.id_to_token(i) is None]
+    unknown = [i for i in ids if not 0 <= i < 2**32 or hf.id_to_token(i) is None]
     require(not unknown, where, f"eos_token_id {unknown}, of no token", need, fix)
     ids = ids if eos is None else [*ids, eos]
-    after = chat.turn_end(template, special).lstrip()
+    after = "" if template is None else chat.turn_end(template, special).lstrip()
     for i, token in hf.get_added_tokens_decoder().items():
         if token.special and token.content and after.startswith(token.content):
             ids = [*ids, i]
@@ -253,21 +259,15 @@ def _byte_chars() -> list[str]:
     return [chr(b if b in printable else next(spare)) for b in range(256)]
 
 
+def _valid(text: str) -> str:
+    """Text that UTF-8 can hold: lone surrogates (a broken command line or JSON) become U+FFFD."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
+
+
 def _content(token: object) -> str:
     """A token in a config is a string or an object with its content."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else ""
-
-
-def _read_json(path: pathlib.Path) -> dict[str, object]:
-    if not path.is_file():
-        return {}
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # malformed JSON or UTF-8
-        raise ValueError(message(str(path), error, "a JSON object")) from error
-    require(isinstance(loaded, dict), str(path), type(loaded).__name__, "a JSON object")
-    return loaded
 
 
 def _write_json(path: pathlib.Path, value: Mapping[str, object]) -> None:
