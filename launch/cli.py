@@ -1,5 +1,6 @@
 """What every launcher shares: flags, the compilation cache, and how errors reach the user."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -14,7 +15,8 @@ HOUSE_ERROR = re.compile(r".+: got .*, need .*", re.DOTALL)  # trace_jax.checks.
 def run(main: Callable[[], None], doc: str) -> None:
     """Parses the flags, runs `main` and exits.
 
-    The user's own errors are one line and code 2; Ctrl-C is 130; anything else keeps its traceback.
+    The user's own errors are a line for each problem and code 2; Ctrl-C is 130; anything else keeps
+    its traceback.
     """
     flags.DEFINE_bool("help", False, "show this help", short_name="h")
     try:
@@ -31,16 +33,22 @@ def run(main: Callable[[], None], doc: str) -> None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     try:
         main()
-    except KeyboardInterrupt:  # the loop has saved what there was to save
-        sys.exit(130)
-    except (
-        ValueError,
-        FileNotFoundError,
-        RuntimeError,
-    ) as error:  # ours to explain, if in the house form
-        if not HOUSE_ERROR.fullmatch(str(error)):
-            raise
-        sys.exit(_complain(error))
+    except KeyboardInterrupt:
+        # The loop has saved what there was to save, and on its way here the interrupt has closed
+        # run directory, reward processes and checkpoints: they are context managers. XLA may still
+        # be computing; tearing the interpreter down under it crashes, so nothing is torn down.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(130)
+    except (ValueError, OSError, RuntimeError) as error:  # ours to explain, if in the house form
+        if HOUSE_ERROR.fullmatch(str(error)):
+            sys.exit(_complain(error))
+        if isinstance(error, OSError) and error.filename is not None:
+            need = "a path that can be read and written here"
+            got = error.strerror or type(error).__name__
+            sys.exit(_complain(f"{error.filename}: got {got}, need {need}."))
+        raise
 
 
 def integers(flag: str, values: list[str]) -> list[int]:
@@ -50,6 +58,8 @@ def integers(flag: str, values: list[str]) -> list[int]:
     return [int(value) for value in values]
 
 
-def _complain(error: Exception) -> int:
-    print(f"error: {error}", file=sys.stderr)
+def _complain(error: Exception | str) -> int:
+    problems = str(error).splitlines()
+    house = len(problems) > 1 and all(HOUSE_ERROR.fullmatch(line) for line in problems)
+    print(f"error:\n{error}" if house else f"error: {error}", file=sys.stderr)
     return 2

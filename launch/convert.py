@@ -26,7 +26,7 @@ _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "bfloat16 | float32, of the te
 _QUANTISE = flags.DEFINE_string("quantise", None, "nvfp4 | 4over6 | hscale[:FORMAT]")
 _CALIBRATION = flags.DEFINE_string("calibration", None, "text file, for hscale")
 _UPCYCLE = flags.DEFINE_string("upcycle", None, "EXPERTSxPER_TOKEN, such as 8x2")
-_SEED = flags.DEFINE_integer("seed", 0, "of the routers that --upcycle makes", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "of the routers that --upcycle makes")
 
 
 def main() -> None:

@@ -7,8 +7,8 @@
 
 --model is a checkpoint in Hugging Face layout, an NVFP4 export (in FP4 it runs from its own codes)
 or a run directory. Without --prompt it asks for turns of a conversation on a terminal (Ctrl-D ends
-it), and takes each line of a pipe as a prompt of its own. Text goes to stdout, tokens per second
-and the finish reason go to stderr.
+it, Ctrl-C only the answer), and takes each line of a pipe as a prompt of its own. Text goes to
+stdout, tokens per second and the finish reason go to stderr.
 """
 
 import sys
@@ -24,9 +24,10 @@ _QUANT = flags.DEFINE_string("quant", "fp4", "fp4 | bf16: what the engine runs i
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "0 is greedy")
 _TOP_P = flags.DEFINE_float("top_p", None, "sample from the likeliest tokens that add up to this")
 _TOP_K = flags.DEFINE_integer("top_k", None, "sample from that many likeliest tokens")
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "of what is not FP4")
 _TOKENS = flags.DEFINE_integer("max_new_tokens", 256, "longest answer")
 _THINKING = flags.DEFINE_bool("thinking", None, "switch of the chat template (default: its own)")
-_SEED = flags.DEFINE_integer("seed", 0, "of the sampling")
+_SEED = flags.DEFINE_integer("seed", 0, "of the sampling", lower_bound=0, upper_bound=2**32 - 1)
 
 
 def main() -> None:
@@ -43,10 +44,12 @@ def main() -> None:
         max_new_tokens=_TOKENS.value,
         thinking=_THINKING.value,
         seed=_SEED.value,
+        dtype=_DTYPE.value,
     )
-    answer = generation.make_answer(source, _QUANT.value, sampling)
+    answer = generation.make_answer(source, _QUANT.value, sampling, note=_note)
     first = [] if _SYSTEM.value is None else [{"role": "system", "content": _SYSTEM.value}]
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    sys.stdin.reconfigure(errors="replace")
     if _PROMPT.value is not None:
         _say(answer, first, _PROMPT.value, 0)
         return
@@ -56,20 +59,31 @@ def main() -> None:
         return
     conversation, turn = first, 0
     while (line := _ask()) is not None:
-        conversation, turn = _say(answer, conversation, line, turn), turn + 1
+        conversation, turn = _say(answer, conversation, line, turn, chat=True), turn + 1
 
 
-def _say(answer, conversation, question, turn):
-    """Streams the answer; returns the conversation with it."""
+def _note(text):
+    print(f"[{text}]", file=sys.stderr, flush=True)
+
+
+def _say(answer, conversation, question, turn, chat=False):
+    """Streams the answer; returns the conversation with it. In a chat Ctrl-C ends it early."""
     conversation = [*conversation, {"role": "user", "content": question}]
+    pieces = []
 
     def write(piece):
+        pieces.append(piece)
         print(piece, end="", flush=True)
 
-    reply = answer(conversation, turn, write)
+    try:
+        reply = str(answer(conversation, turn, write))
+    except KeyboardInterrupt:
+        if not chat:
+            raise
+        reply = "interrupted; Ctrl-D ends the conversation"
     print(flush=True)
-    print(f"[{reply}]", file=sys.stderr, flush=True)
-    return [*conversation, {"role": "assistant", "content": reply.text}]
+    _note(reply)
+    return [*conversation, {"role": "assistant", "content": "".join(pieces)}]
 
 
 def _ask():

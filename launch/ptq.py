@@ -27,14 +27,20 @@ def main() -> None:
     if _MODEL.value is None:
         raise ValueError("--model: got nothing, need a checkpoint directory.")
 
-    import trace_jax
     from trace_jax import config as cfg
+    from trace_jax import sources
+    from trace_jax.checks import message
     from trace_jax.data.tokenizer import load_tokenizer
     from trace_jax.ptq import calibration, compare, texts
 
-    model, params = trace_jax.load(_MODEL.value, dtype=_DTYPE.value)
-    tokenizer = load_tokenizer(_MODEL.value)
     text, sizes = texts.load(_TEXT.value), {"context": _CONTEXT.value, "rows": _ROWS.value}
+    source = sources.find(_MODEL.value, "--model")
+    if source.kind == sources.RUN:
+        fix = f"python launch/convert.py --src={_MODEL.value} --dst=DIR, then --model=DIR"
+        raise ValueError(message("--model", "a run directory", "a checkpoint", fix))
+    tokenizer = load_tokenizer(source.tokenizer, "--model")
+    sources.require_tokenizer_fits(tokenizer.vocab_size, source.model, _MODEL.value)
+    model, params = sources.load(source, dtype=_DTYPE.value)
     half = len(text) // 2  # calibration and evaluation never overlap
     first = texts.batches(tokenizer, text[:half], tokens=_CALIBRATION.value, **sizes)
     second = texts.batches(tokenizer, text[half:], tokens=_EVALUATION.value, **sizes)

@@ -8,6 +8,7 @@ checkpoint.
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 import tempfile
@@ -25,7 +26,7 @@ from trace_jax.checks import message, require
 from trace_jax.data.tokenizer import Tokenizer, load_tokenizer
 from trace_jax.hf import gguf
 from trace_jax.progress import Progress, progress
-from trace_jax.ptq import calibration, quantise
+from trace_jax.ptq import calibration, quantise, texts
 from trace_jax.types import Params
 from trace_jax.weight_sync import SamplerWeights
 
@@ -35,6 +36,7 @@ HSCALE = "hscale"
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "additional_chat_templates", "vocab.*")
 TOKENIZER_FILES += ("merges.txt", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER_FILES += ("generation_config.json",)
+MOST_EXPERTS = 4096
 CALIBRATION_BATCH, CALIBRATION_TOKENS = 8, 256
 
 
@@ -86,7 +88,13 @@ def find_problems(request: Request) -> list[str]:
     dst = pathlib.Path(request.dst)
     occupied = dst.exists() and (not dst.is_dir() or any(dst.iterdir()))
     fix = "name another one, or remove it; nothing is ever overwritten"
-    check(not occupied, "--dst", f"{dst}, which exists", "a new or empty directory", fix)
+    if check(not occupied, "--dst", f"{dst}, which exists", "a new or empty directory", fix):
+        above = next((p for p in dst.absolute().parents if p.exists()), pathlib.Path("/"))
+        writable = above.is_dir() and os.access(above, os.W_OK) and above.parts[:2] != ("/", "proc")
+        check(writable, "--dst", f"{dst}, in {above}", "a directory that can be written")
+    inside = pathlib.Path(request.src).resolve() in dst.resolve().parents
+    check(not inside, "--dst", f"{dst}, inside --src", "a directory outside of it")
+    check(0 <= request.seed < 2**32, "--seed", request.seed, "0..4294967295")
     check(request.dtype in DTYPES, "--dtype", repr(request.dtype), f"one of {DTYPES}")
     model = None
     if not is_gguf(request.src):
@@ -102,6 +110,8 @@ def find_problems(request: Request) -> list[str]:
         experts, used = request.upcycle
         need = "EXPERTSxPER_TOKEN with 1 <= PER_TOKEN <= EXPERTS, such as 8x2"
         check(1 <= used <= experts, "--upcycle", f"{experts}x{used}", need)
+        most = f"at most {MOST_EXPERTS} experts: each is a copy of the dense MLPs"
+        check(experts <= MOST_EXPERTS, "--upcycle", f"{experts}x{used}", most)
         dense = model is None or model.experts == 0
         check(dense, "--upcycle", f"{request.src}, which has experts", "a dense model")
         if dense and model is not None:
@@ -131,6 +141,11 @@ def _quantise_problems(request: Request) -> list[str]:
         found.append(message("--calibration", got, need))
     elif request.calibration and not pathlib.Path(request.calibration).is_file():
         found.append(message("--calibration", f"{request.calibration}, no file", "a text file"))
+    elif request.calibration:
+        try:
+            texts.load(request.calibration, "--calibration")
+        except ValueError as error:
+            found.append(str(error))
     return found
 
 
@@ -192,9 +207,9 @@ def _save_quantised(
     quant = cfg.Quant(trainer="qat", weights=format, mlps=mlps)
     weights: SamplerWeights | Params = params
     if name == HSCALE:
-        batches = calibration_batches(
-            load_tokenizer(source.tokenizer), pathlib.Path(str(request.calibration))
-        )
+        tokenizer = load_tokenizer(source.tokenizer, "--src")
+        sources.require_tokenizer_fits(tokenizer.vocab_size, model, request.src)
+        batches = calibration_batches(tokenizer, pathlib.Path(str(request.calibration)))
         hessian = calibration.calibrate(model, params, batches)
         weights = quantise.quantise(model, quant, params, hessian)
     trace_jax.save_nvfp4(made, model, quant, weights, **kept)
@@ -207,7 +222,8 @@ def calibration_batches(
 
     Raises: ValueError if there is no text in it.
     """
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    text = texts.load(str(path), "--calibration")
+    lines = [line for line in text.splitlines() if line.strip()]
     require(len(lines) > 0, "--calibration", f"{path}, without text", "a document a line")
     shape = (CALIBRATION_BATCH, CALIBRATION_TOKENS)
     for start in range(0, len(lines), CALIBRATION_BATCH):

@@ -1,6 +1,8 @@
 """Text from a checkpoint on the embedded engine, piece by piece: what `launch/generate.py` does."""
 
 import dataclasses
+import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,6 +18,8 @@ from trace_jax.rollout import draws, stream
 from trace_jax.weight_sync import SamplerWeights
 
 PRECISIONS = ("fp4", "bf16")
+DTYPES = ("bfloat16", "float32")
+LONGEST = 32768  # tokens of an answer, where a checkpoint does not say
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 
 
@@ -28,7 +32,8 @@ class Sampling:
     top_k: int | None = None
     max_new_tokens: int = 256
     thinking: bool | None = None  # None: the chat template's default
-    seed: int = 0
+    seed: int = 0  # below 2**32
+    dtype: str = "bfloat16"  # | "float32", of what is not quantised
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,12 +42,13 @@ class Reply:
 
     text: str
     tokens: int  # the stop token included
-    seconds: float  # prefill included, and compilation where it was the first of its length
+    seconds: float  # after the first tokens: prefill, and compilation, are not in it
+    timed: int  # tokens that came in these seconds
     finish_reason: str  # "stop" | "length"
 
     def __str__(self) -> str:
-        speed = self.tokens / max(self.seconds, 1e-9)
-        return f"{self.tokens} tokens, {speed:.1f} tokens/s, finish: {self.finish_reason}"
+        speed = f"{self.timed / max(self.seconds, 1e-9):.1f} tokens/s, " if self.timed else ""
+        return f"{self.tokens} tokens, {speed}finish: {self.finish_reason}"
 
 
 # (conversation, turn, write) -> Reply; `write` gets the text as it comes
@@ -60,7 +66,7 @@ def quant_of(source: sources.Source, precision: str) -> cfg.Quant:
 
 
 def sampler_weights(
-    source: sources.Source, precision: str
+    source: sources.Source, precision: str, dtype: str = "bfloat16"
 ) -> tuple[cfg.Model, cfg.Quant, SamplerWeights]:
     """What the engine runs with. An NVFP4 export in FP4 runs from its own codes.
 
@@ -68,51 +74,89 @@ def sampler_weights(
     """
     quant = quant_of(source, precision)
     if source.kind == sources.NVFP4 and precision == "fp4":
-        return trace_jax.load_quantised(source.path)
-    model, params = sources.load(source, dtype="bfloat16")
+        model, quant, weights = trace_jax.load_quantised(source.path)
+        return dataclasses.replace(model, compute_dtype=dtype), quant, weights
+    model, params = sources.load(source, dtype=dtype)
     return model, quant, weight_sync.make_sync(model, quant)(params, 0)
 
 
-def make_answer(source: sources.Source, precision: str, sampling: Sampling) -> Answer:
+def _check(sampling: Sampling, source: sources.Source) -> None:
+    """Raises ValueError for what no answer can be made with."""
+    most = longest(source)
+    got, need = sampling.max_new_tokens, f"1..{most}, the context of the model"
+    require(1 <= got <= most, "--max_new_tokens", got, need)
+    require(math.isfinite(sampling.temperature), "--temperature", sampling.temperature, "a number")
+    require(0 <= sampling.seed < 2**32, "--seed", sampling.seed, "0..4294967295")
+    require(sampling.dtype in DTYPES, "--dtype", repr(sampling.dtype), f"one of {DTYPES}")
+
+
+def longest(source: sources.Source) -> int:
+    """Tokens that a model was made for: max_position_embeddings, or LONGEST where none is given."""
+    path = source.path / "config.json"
+    if source.kind == sources.RUN or not path.is_file():
+        return LONGEST
+    config = json.loads(path.read_text(encoding="utf-8"))
+    given = config.get("text_config", config).get("max_position_embeddings")
+    return given if isinstance(given, int) and given > 0 else LONGEST
+
+
+def make_answer(
+    source: sources.Source,
+    precision: str,
+    sampling: Sampling,
+    note: Callable[[str], object] = lambda text: None,
+) -> Answer:
     """Loads a checkpoint and builds `answer(conversation, turn, write) -> Reply`.
 
     The same seed, turn and conversation give the same answer.
 
+    Args:   note: told what takes long, when it begins: loading, compiling.
     Raises: ValueError for sampling out of bounds, or a tokenizer that does not fit the model.
     """
     draw = draws.make_draw(sampling.temperature, sampling.top_p, sampling.top_k)
+    _check(sampling, source)
     most = sampling.max_new_tokens
-    require(most >= 1, "--max_new_tokens", most, ">= 1")
-    tokenizer = load_tokenizer(source.tokenizer)
+    tokenizer = load_tokenizer(source.tokenizer, "--model")
     # a template that lacks the switch shows before the weights are read
     tokenizer.chat_ids([{"role": "user", "content": "?"}], thinking=sampling.thinking)
-    model, quant, weights = sampler_weights(source, precision)
+    note(f"loading {source.path}")
+    model, quant, weights = sampler_weights(source, precision, sampling.dtype)
     sources.require_tokenizer_fits(tokenizer.vocab_size, model, str(source.path))
     rollout = cfg.Rollout(group_size=1, max_new_tokens=most, bucket_tokens=64, bucket_batch=1)
     ids = {"stop_ids": tokenizer.stop_ids, "pad_id": tokenizer.pad_id}
     tokens_of = stream.make_stream(model, quant, rollout, **ids, draw=draw)
+    compiled: set[int] = set()  # lengths of prompts, in buckets
 
     def answer(conversation: Sequence[Message], turn: int, write: Callable[[str], object]) -> Reply:
         prompt = tokenizer.chat_ids(conversation, thinking=sampling.thinking)
+        fix = "say something, or give the checkpoint a chat template that does"
+        require(len(prompt) > 0, "prompt", "no tokens", "at least one after the template", fix)
         key = jax.random.fold_in(jax.random.key(sampling.seed), turn)
         text, pieces, count, last = TextStream(tokenizer), [], 0, -1
-        start = time.perf_counter()
+        bucket = -(-len(prompt) // rollout.bucket_tokens)
+        if bucket not in compiled:
+            note("compiling for prompts of this length")
+            compiled.add(bucket)
+        start, untimed = time.perf_counter(), 0
 
         def show(piece: str) -> None:
             if piece:
                 pieces.append(piece)
                 write(piece)
 
-        for ids in tokens_of(weights, prompt, key):
+        for chunk, ids in enumerate(tokens_of(weights, prompt, key)):
             for token in ids:
                 count, last = count + 1, token
                 if token not in tokenizer.stop_ids:
                     show(text.push(token))
+            if chunk < 2:  # of prefill and of the first chunk, whose programs may be compiled
+                start, untimed = time.perf_counter(), count
         show(text.flush())
         return Reply(
             text="".join(pieces),
             tokens=count,
             seconds=time.perf_counter() - start,
+            timed=count - untimed,
             finish_reason="stop" if last in tokenizer.stop_ids else "length",
         )
 

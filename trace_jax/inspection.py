@@ -190,17 +190,26 @@ def safetensors_header(path: pathlib.Path) -> Mapping[str, Any]:
 
 def _tokenizer(source: sources.Source) -> dict[str, Any]:
     try:
-        tokenizer = load_tokenizer(source.tokenizer)
+        tokenizer = load_tokenizer(source.tokenizer, "--model")
     except ValueError as error:  # a base model may have none; the model can be looked at
         return {"problem": str(error)}
+    found: dict[str, Any] = {}
+    try:
+        sources.require_tokenizer_fits(tokenizer.vocab_size, source.model, str(source.path))
+        if tokenizer.template is not None:
+            answer = tokenizer.decode(tokenizer.answer_prefix(), special=True)
+            found["an answer follows"] = answer
+    except ValueError as error:
+        found["warning"] = str(error)
+    template = tokenizer.template
+    switch = None if template is None else chat.thinking_switch(template)
     return {
         "ids": tokenizer.vocab_size,
         "stop": {_token(tokenizer, i): i for i in tokenizer.stop_ids},
         "pad": {_token(tokenizer, tokenizer.pad_id): tokenizer.pad_id},
-        "template characters": len(tokenizer.template),
-        "thinking switch": chat.thinking_switch(tokenizer.template),
-        "an answer follows": tokenizer.decode(tokenizer.answer_prefix(), special=True),
-    }
+        "template characters": None if template is None else len(template),
+        "thinking switch": switch,
+    } | found
 
 
 def _token(tokenizer: Tokenizer, token: int) -> str:

@@ -102,6 +102,8 @@ def _tokenizer(found: Inspection) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{token} {i}" for token, i in value.items())
+    if value is None:
+        return "none"
     return value if isinstance(value, str) and "got" in value else repr(value)
 
 

@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from trace_jax.checks import require
+from trace_jax.checks import message, require
 from trace_jax.data.tokenizer import Tokenizer
 
 
@@ -15,9 +15,18 @@ def python_manual() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def load(path: str | None) -> str:
-    """The text of a UTF-8 file; None: `python_manual`."""
-    return python_manual() if path is None else pathlib.Path(path).read_text(encoding="utf-8")
+def load(path: str | None, where: str = "--text") -> str:
+    """The text of a UTF-8 file; None: `python_manual`.
+
+    Raises: ValueError, beginning with `where`, if it cannot be read.
+    """
+    if path is None:
+        return python_manual()
+    require(pathlib.Path(path).is_file(), where, f"{path}, no file", "a text file")
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ValueError(message(where, f"{path}: {error}", "a text file in UTF-8")) from error
 
 
 def batches(
