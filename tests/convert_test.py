@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import ml_dtypes
@@ -146,18 +147,50 @@ def test_a_dense_model_becomes_experts(dense, tmp_path):
         ({"quantise": "hscale:hif4", "calibration": "x"}, ["--quantise: got hscale:hif4", "x, no"]),
         ({"quantise": "nvfp4", "calibration": "x"}, ["--calibration: got x, need --quantise=hsca"]),
         ({"upcycle": (2, 3)}, ["--upcycle: got 2x3, need EXPERTSxPER_TOKEN", "which has experts"]),
+        ({"dst": "{src}/below"}, ["inside --src, need a directory outside"]),
+        ({"dst": "{src}/config.json/x"}, ["--dst: got ", "need a directory that can be written"]),
+        ({"dst": "/proc/x"}, ["--dst: got /proc/x, in /proc, need a directory that can be writ"]),
+        ({"seed": 2**32}, ["--seed: got 4294967296, need 0..4294967295"]),
+        ({"seed": -1}, ["--seed: got -1"]),
+        ({"upcycle": (10**8, 2)}, ["--upcycle: got 100000000x2, need at most 4096 experts"]),
+        ({"quantise": "hscale", "calibration": "{src}/bad.txt"}, ["need a text file in UTF-8"]),
+        ({"src": "nope"}, ["--src: got nope"]),
         ({"dtype": "x", "quantise": "x", "dst": "{src}"}, ["--dst: ", "--dtype: ", "--quantise: "]),
     ],
 )
 def test_every_problem_is_named_before_anything_is_written(checkpoint, tmp_path, fields, says):
     fields = {"src": str(checkpoint), "dst": str(tmp_path / "out")} | fields
-    fields["dst"] = fields["dst"].replace("{src}", str(checkpoint))
+    (checkpoint / "bad.txt").write_bytes(b"\xff\xfe")
+    fields = {
+        k: v.replace("{src}", str(checkpoint)) if isinstance(v, str) else v
+        for k, v in fields.items()
+    }
     with pytest.raises(ValueError) as caught:
         convert.run(convert.Request(**fields))
     for part in says:
         assert part in str(caught.value)
     assert all(": got " in line and ", need " in line for line in str(caught.value).splitlines())
     assert not list(tmp_path.iterdir())
+
+
+def test_the_seed_is_of_the_routers(dense, tmp_path):
+    routers = []
+    for seed in (0, 0, 1):
+        made = run(dense, tmp_path / str(len(routers)), upcycle=(4, 2), seed=seed)
+        routers.append(np.asarray(trace_jax.load(made)[1]["layers"]["moe"]["router"]))
+    assert np.array_equal(routers[0], routers[1]) and not np.array_equal(routers[0], routers[2])
+
+
+def test_a_base_model_without_a_template_is_calibrated(dense, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(dense, base)
+    (base / "chat_template.jinja").unlink()
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    config.pop("chat_template")
+    (base / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "text").write_text("reverse abc\nthe cat\n")
+    made = run(base, tmp_path / "out", quantise="hscale", calibration=str(tmp_path / "text"))
+    assert (made / "hf_quant_config.json").is_file()
 
 
 def test_a_failure_half_way_leaves_nothing(checkpoint, tmp_path, monkeypatch):

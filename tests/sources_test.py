@@ -123,6 +123,21 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(checkpoint, tmp_pa
         loop.run(starting(small, folder), tmp_path / "run")
 
 
+def test_a_tokenizer_fits_up_to_the_last_row_of_the_embedding(checkpoint):
+    model = checkpoint[1]
+    sources.require_tokenizer_fits(model.vocab_size, model, "x")
+    with pytest.raises(ValueError, match=r"x: got a tokenizer of 273 ids, need at most the 272"):
+        sources.require_tokenizer_fits(model.vocab_size + 1, model, "x")
+
+
+def test_the_line_about_a_policy_warns_of_rounded_matrices_only(checkpoint):
+    folder, _, params = checkpoint
+    found = sources.find(folder, "x")
+    assert "warning" not in sources.describe(found, params)
+    rounded = dataclasses.replace(found, kind=sources.NVFP4)
+    assert "warning: its matrices are the rounded ones" in sources.describe(rounded, params)
+
+
 def test_a_run_with_another_model_names_the_parameters(run):
     wider = dataclasses.replace(TINY.model, expert_ffn=TINY.model.expert_ffn * 2)
     shapes = jax.eval_shape(lambda: transformer.init(wider, 261, jax.random.key(0)))

@@ -164,7 +164,10 @@ def _source(request: Request, work: pathlib.Path) -> Iterator[sources.Source]:
     plain = request.quantise is None and request.upcycle is None
     # a file quantised to few bits holds values that BF16 would round once more
     dtype = request.dtype if plain else "float32"
-    gguf.import_gguf(request.src, work / "gguf", dtype=dtype)
+    try:
+        gguf.import_gguf(request.src, work / "gguf", dtype=dtype)
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(str(error).replace("import_gguf: source", "--src", 1)) from error
     yield sources.find(work / "gguf", "--src")
 
 

@@ -36,6 +36,8 @@ def run_main(body: str, *flags: str, **environment: str) -> subprocess.Completed
     [
         ("pass", 0, ""),
         ("raise KeyboardInterrupt", 130, ""),
+        ("open('no/such/file')", 2, "error: no/such/file: got No such file or directory, need a p"),
+        ("open('launch')", 2, "error: launch: got Is a directory, need a path"),
         ("raise ValueError('a.b: got 1, need 2.')", 2, "error: a.b: got 1, need 2.\n"),
         ("raise FileNotFoundError('x: got 1, need 2. Fix: 3.')", 2, "error: x: got 1, need 2. Fix"),
     ],
@@ -46,6 +48,21 @@ def test_cli_run_ends_with_the_code_that_says_what_happened(body, code, stderr):
     assert ended.stderr.startswith(stderr)
     assert "Traceback" not in ended.stderr
     assert ended.stderr.count("\n") == (1 if stderr else 0)
+
+
+def test_several_problems_are_a_line_each():
+    ended = run_main("raise ValueError('a: got 1, need 2.\\nb: got 3, need 4.')")
+    assert (ended.returncode, ended.stderr) == (2, "error:\na: got 1, need 2.\nb: got 3, need 4.\n")
+
+
+def test_ctrl_c_closes_what_is_open_and_tears_nothing_down():
+    body = (
+        "import atexit, contextlib; atexit.register(print, 'torn down'); print('flushed', end=' ')"
+        "\n    with contextlib.closing(type('X', (), {'close': lambda s: print('closed')})()):"
+        "\n        raise KeyboardInterrupt"
+    )
+    ended = run_main(body)
+    assert (ended.returncode, ended.stdout) == (130, "flushed closed\n")
 
 
 @pytest.mark.parametrize("error", ["ValueError('shapes do not match')", "KeyError('a: got, need')"])

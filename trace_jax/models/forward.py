@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax import config as cfg
 from trace_jax import layer_kinds, stacks
+from trace_jax.checks import require
 from trace_jax.layer_kinds import Kind
 from trace_jax.models import attention, moe, transformer
 from trace_jax.models.grouped_matmul import gather_rows, grouped_matmul
@@ -36,7 +37,17 @@ def logits(
     Args: valid_BT: False is padding, left or right: it takes no position, is attended by nobody
           and changes no logits of valid tokens. None: every token is valid.
           routes_LBTX: experts to use instead of the router's choice, one row an MoE layer.
+    Raises: ValueError for tokens that are no (B, T) integers, or ids that have no embedding.
     """
+    shape, dtype = np.shape(tokens_BT), getattr(tokens_BT, "dtype", None)
+    good = len(shape) == 2 and dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+    got, need = f"shape {shape} of {dtype}", "an array (B, T) of integers"
+    require(good, "logits: tokens_BT", got, need, "jnp.asarray([[1, 2, 3]])")
+    if not isinstance(tokens_BT, jax.core.Tracer):  # a gather clamps ids out of range
+        low, high = (int(f(tokens_BT)) if tokens_BT.size else 0 for f in (np.min, np.max))
+        rows = int(params["embed"].shape[0])
+        got, need = f"ids {low}..{high}", f"0..{rows - 1}: the rows of the embedding"
+        require(low >= 0 and high < rows, "logits: tokens_BT", got, need)
     valid_BT = jnp.ones(tokens_BT.shape, bool) if valid_BT is None else valid_BT
     return _logits(model, params, tokens_BT, valid_BT, routes_LBTX)
 
