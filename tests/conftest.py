@@ -1,11 +1,13 @@
 """Tests run on four virtual CPU devices, with strict dtype promotion and no rank promotion."""
 
+import gc
 import os
 import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import pytest
 
 CACHE = pathlib.Path(__file__).resolve().parents[1] / ".jax_cache"
 
@@ -15,3 +17,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compiled programs are kept between runs, small ones too: compiling is most of the suite's time.
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_mappings():
+    """Drops compiled programs when there are many, after a module.
+
+    XLA:CPU maps some ten pieces of memory for each program, and Linux ends a process at 65,530 of
+    them (vm.max_map_count); one worker that runs most of the suite gets there.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > 15_000:
+        jax.clear_caches()
+        gc.collect()
