@@ -262,6 +262,14 @@ def test_rope_given_in_part_is_filled_as_transformers_does(kind, spelling, rope)
     )
 
 
+def test_widths_of_what_a_model_does_not_have_may_be_zero(tmp_path):
+    config = written("qwen3_moe", tmp_path)
+    model = config_json.model_of(config)
+    assert config_json.model_of({**config, "intermediate_size": 0}) == model
+    with pytest.raises(ValueError, match="intermediate_size: got 0, need a positive"):
+        config_json.model_of({**config, "intermediate_size": 0, "mlp_only_layers": [1]})
+
+
 BAD = ("x", "", 2.5, -1, 0, True, [], [1], ["x"], [[]], {"a": 1}, [None], float("nan"), None)
 READ = (
     "text_config", "quantization_config", "rope_parameters", "rope_scaling", "rope_theta",

@@ -272,9 +272,10 @@ def _mixtral(config: Json, where: str) -> dict[str, Any]:
     """Experts in every layer, gates always renormalised."""
     window = config.get("sliding_window")
     require(window is None, f"{where}: sliding_window", window, "null: full attention")
+    config = {"num_local_experts": 8, "num_experts_per_tok": 2, **config}
     return {
-        "experts": _number({"num_local_experts": 8, **config}, "num_local_experts", where),
-        "experts_per_token": config.get("num_experts_per_tok", 2),
+        "experts": _number(config, "num_local_experts", where),
+        "experts_per_token": _number(config, "num_experts_per_tok", where),
         "expert_ffn": _number(config, "intermediate_size", where),
         "renormalise_gates": True,
     }

@@ -49,9 +49,6 @@ _WHOLE = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_experts_per_tok",
     "full_attention_interval",
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -62,7 +59,14 @@ _WHOLE = (
     "max_position_embeddings",
     "original_max_position_embeddings",
 )
-_COUNTS = ("num_experts", "num_local_experts", "shared_expert_intermediate_size")
+_COUNTS = (  # 0 where a model has none of it
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+)
 _NUMBERS = (
     "rms_norm_eps",
     "rope_theta",
