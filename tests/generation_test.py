@@ -1,6 +1,8 @@
 """Answers from a checkpoint; oracle: the plain forward of the whole conversation at every step."""
 
 import dataclasses
+import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -104,12 +106,39 @@ def test_a_run_answers_with_its_own_quant_section(source):
         ({"top_p": 0.0}, "top_p: got 0.0"),
         ({"top_k": 0}, "top_k: got 0"),
         ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
+        ({"max_new_tokens": 10**8}, r"max_new_tokens: got 100000000, need 1\.\.\d+, the context"),
+        ({"temperature": float("inf")}, "--temperature: got inf"),
+        ({"seed": 2**32}, "--seed: got 4294967296, need 0..4294967295"),
+        ({"dtype": "float16"}, "--dtype: got 'float16', need one of"),
         ({"thinking": True}, "thinking=True and no switch"),
     ],
 )
 def test_sampling_out_of_bounds_is_refused(fields, says, source):
     with pytest.raises(ValueError, match=says):
         ask(source, **fields)
+
+
+def test_the_longest_answer_is_the_context_that_the_checkpoint_gives(source, tmp_path):
+    shutil.copytree(source.path, tmp_path / "c")
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    path = tmp_path / "c" / "config.json"
+    path.write_text(json.dumps(config | {"max_position_embeddings": 77}))
+    assert generation.longest(sources.find(tmp_path / "c", "x")) == 77
+    config.pop("max_position_embeddings", None)
+    path.write_text(json.dumps(config))
+    assert generation.longest(sources.find(tmp_path / "c", "x")) == generation.LONGEST
+
+
+def test_speed_leaves_out_the_first_tokens_and_the_notes_say_why(source, caplog):
+    notes, sampling = [], generation.Sampling(temperature=0.0, max_new_tokens=12, dtype="float32")
+    answer = generation.make_answer(source, "bf16", sampling, notes.append)
+    with jax.log_compiles(True), caplog.at_level("WARNING"):
+        replies = [answer(QUESTION, turn, len) for turn in range(2)]
+    assert [note.split()[0] for note in notes] == ["loading", "compiling"]
+    assert sum("jit(advance)" in text for text in caplog.messages if "Finished XLA" in text) == 1
+    assert all(reply.timed < reply.tokens for reply in replies)
+    quick = generation.Reply(text="", tokens=1, seconds=1.0, timed=0, finish_reason="stop")
+    assert str(quick) == "1 tokens, finish: stop"
 
 
 def test_an_unknown_precision_is_refused(source):

@@ -115,14 +115,15 @@ def make_answer(
     """
     draw = draws.make_draw(sampling.temperature, sampling.top_p, sampling.top_k)
     _check(sampling, source)
-    most = sampling.max_new_tokens
     tokenizer = load_tokenizer(source.tokenizer, "--model")
     # a template that lacks the switch shows before the weights are read
     tokenizer.chat_ids([{"role": "user", "content": "?"}], thinking=sampling.thinking)
     note(f"loading {source.path}")
     model, quant, weights = sampler_weights(source, precision, sampling.dtype)
     sources.require_tokenizer_fits(tokenizer.vocab_size, model, str(source.path))
-    rollout = cfg.Rollout(group_size=1, max_new_tokens=most, bucket_tokens=64, bucket_batch=1)
+    rollout = cfg.Rollout(
+        group_size=1, max_new_tokens=sampling.max_new_tokens, bucket_tokens=64, bucket_batch=1
+    )
     ids = {"stop_ids": tokenizer.stop_ids, "pad_id": tokenizer.pad_id}
     tokens_of = stream.make_stream(model, quant, rollout, **ids, draw=draw)
     compiled: set[int] = set()  # lengths of prompts, in buckets

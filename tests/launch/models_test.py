@@ -65,7 +65,7 @@ def test_what_is_wrong_is_one_line_and_code_2(name, flags, says, mine):
     done = launch(name, *(flag.replace("{mine}", str(mine)) for flag in flags))
     assert done.returncode == 2, done.stderr
     assert says in done.stderr and "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: ")
+    assert done.stderr.startswith("error:")
 
 
 def test_each_line_of_a_pipe_is_a_prompt_of_its_own(mine):

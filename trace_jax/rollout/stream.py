@@ -42,7 +42,12 @@ def make_stream(
     quant = dataclasses.replace(quant, trainer="bf16")
     rollout = dataclasses.replace(rollout, bucket_batch=1)
     core = Core(model, quant, rollout, tuple(stop_ids), pad_id, custom_draw=draw)
-    begin = jax.jit(functools.partial(core.begin, samples=1))
+
+    @jax.jit
+    def begin(params, tokens_PT, length_P, seed_P, key) -> Begun:
+        begun = core.begin(params, tokens_PT, length_P, seed_P, key, samples=1)
+        # `advance` returns strong types: with a weak one among the first it is compiled twice
+        return jax.tree.map(lambda x: jnp.asarray(x, x.dtype) if x.weak_type else x, begun)
 
     @functools.partial(jax.jit, donate_argnames=("state",))
     def advance(params, begun: Begun, state: Decoded, stop: jax.Array) -> Decoded:
@@ -65,7 +70,8 @@ def make_stream(
         while True:
             count, ended = int(state.length_B[0]), bool(state.done_B[0])
             if count > sent:
-                yield np.asarray(state.tokens_BR[0, sent:count]).tolist()
+                # sliced on the host: a slice on the device is compiled for each pair of bounds
+                yield np.asarray(state.tokens_BR)[0, sent:count].tolist()
             sent = count
             if ended or count >= rollout.max_new_tokens:
                 return
