@@ -80,8 +80,9 @@ def sampler_weights(
     return model, quant, weight_sync.make_sync(model, quant)(params, 0)
 
 
-def _check(sampling: Sampling, source: sources.Source) -> None:
+def _check(sampling: Sampling, source: sources.Source, precision: str) -> None:
     """Raises ValueError for what no answer can be made with."""
+    quant_of(source, precision)
     most = longest(source)
     got, need = sampling.max_new_tokens, f"1..{most}, the context of the model"
     require(1 <= got <= most, "--max_new_tokens", got, need)
@@ -114,7 +115,7 @@ def make_answer(
     Raises: ValueError for sampling out of bounds, or a tokenizer that does not fit the model.
     """
     draw = draws.make_draw(sampling.temperature, sampling.top_p, sampling.top_k)
-    _check(sampling, source)
+    _check(sampling, source, precision)
     tokenizer = load_tokenizer(source.tokenizer, "--model")
     # a template that lacks the switch shows before the weights are read
     tokenizer.chat_ids([{"role": "user", "content": "?"}], thinking=sampling.thinking)
@@ -134,8 +135,7 @@ def make_answer(
         require(len(prompt) > 0, "prompt", "no tokens", "at least one after the template", fix)
         key = jax.random.fold_in(jax.random.key(sampling.seed), turn)
         text, pieces, count, last = TextStream(tokenizer), [], 0, -1
-        bucket = -(-len(prompt) // rollout.bucket_tokens)
-        if bucket not in compiled:
+        if (bucket := -(-len(prompt) // rollout.bucket_tokens)) not in compiled:
             note("compiling for prompts of this length")
             compiled.add(bucket)
         start, untimed = time.perf_counter(), 0

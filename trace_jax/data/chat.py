@@ -27,11 +27,11 @@ SWITCHES = ("enable_thinking", "thinking")
 
 # The 66 noncharacters of Unicode: rare in text, and no tokenizer knows them. One that is not in the
 # text marks where a literal is cut while the template is rendered.
-_MARKS = (
+_NONCHARACTERS = (
     *range(0xFDD0, 0xFDF0),
     *(plane + end for plane in range(0, 17 << 16, 1 << 16) for end in (0xFFFE, 0xFFFF)),
 )
-_MARKS = tuple(map(chr, _MARKS))
+_MARKS = tuple(map(chr, _NONCHARACTERS))
 
 
 def render(
