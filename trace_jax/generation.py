@@ -131,8 +131,7 @@ def make_answer(
 
     def answer(conversation: Sequence[Message], turn: int, write: Callable[[str], object]) -> Reply:
         prompt = tokenizer.chat_ids(conversation, thinking=sampling.thinking)
-        fix = "say something, or give the checkpoint a chat template that does"
-        require(len(prompt) > 0, "prompt", "no tokens", "at least one after the template", fix)
+        require(len(prompt) > 0, "prompt", "no tokens", "some, of --prompt or the chat template")
         key = jax.random.fold_in(jax.random.key(sampling.seed), turn)
         text, pieces, count, last = TextStream(tokenizer), [], 0, -1
         if (bucket := -(-len(prompt) // rollout.bucket_tokens)) not in compiled:
