@@ -88,3 +88,13 @@ def test_the_python_of_the_readme_runs(folder):
     code = next(text for text in PYTHON if not text.startswith("# my_run.py"))
     run(folder, "-c", code + "\nassert logits.shape == (1, 3, 272), logits.shape")
     assert (folder / "checkpoints/copy/model.safetensors").is_file()
+
+
+def test_the_run_of_the_readme_quantises_the_mlps_of_a_dense_model(folder, tmp_path):
+    tiny = overrides.load("tiny_cpu").model
+    model = dataclasses.replace(tiny, family="qwen3", experts=0, dense_ffn=64, vocab_size=272)
+    params = transformer.init(model, 272, jax.random.key(3))
+    trace_jax.save(tmp_path / "checkpoints/mine", model, params, tokenizer=byte_tokenizer())
+    shown = "from trace_jax import overrides; print(overrides.load('my_run.py').quant.mlps)"
+    (tmp_path / "my_run.py").write_text((folder / "my_run.py").read_text())
+    assert run(tmp_path, "-c", shown).stdout == "all\n"
