@@ -123,7 +123,10 @@ def test_a_mixture_is_not_upcycled_again():
         upcycle(new, moe, experts=4, experts_per_token=2, key=jax.random.key(0))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama_tied", "llama"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama_tied", "llama")]
+
+
+@pytest.mark.parametrize("name", ["qwen3", *SLOW])
 def test_transformers_loads_what_was_upcycled(name, tmp_path):
     hf_models.need_torch()
     import torch

@@ -55,15 +55,18 @@ QUANTS = {
     "weights_only": cfg.Quant(acts=None, kv=None, trainer="qat"),
     "mlps": cfg.Quant(mlps="all"),
 }
-CASES = [
-    *(("qwen3_moe", name) for name in QUANTS),
-    ("mixed", "mlps"),
-    ("mixed", "nvfp4"),
+_FAST = [
+    ("qwen3_moe", "4over6"),
+    ("qwen3_moe", "tiles"),
     ("mixed", "kept_last"),
     ("qwen3", "mlps"),
     ("qwen3_next", "nvfp4"),
-    ("qwen3_5_moe", "kept"),
 ]
+_SLOW = [
+    *(("qwen3_moe", name) for name in QUANTS if name not in ("4over6", "tiles")),
+    *(("mixed", "mlps"), ("mixed", "nvfp4"), ("qwen3_5_moe", "kept")),
+]
+CASES = [*_FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in _SLOW)]
 
 
 def sampler(model, quant, seed=0):

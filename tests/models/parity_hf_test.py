@@ -29,7 +29,8 @@ def default(names, slow):
     return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in names]
 
 
-EACH = default(NAMES, VARIANTS)  # of every architecture one
+# one of Llama's and Qwen3's attention, with and without experts, and one hybrid
+EACH = default(NAMES, (*VARIANTS, "qwen3", "qwen3_next"))
 MOE = tuple(n for n in NAMES if "moe" in n or n in ("qwen3_next", "mixtral"))
 
 
@@ -144,7 +145,7 @@ def routes_of(theirs, tokens_BT):
     return routes.astype(np.int32), logits
 
 
-@pytest.mark.parametrize("name", default(MOE, VARIANTS))
+@pytest.mark.parametrize("name", default(MOE, (*VARIANTS, "qwen3_next")))
 def test_given_routes_are_used(pair, name):
     """Of our own choice they change nothing; of others they change the logits."""
     theirs, model, params = pair(name)
@@ -157,7 +158,7 @@ def test_given_routes_are_used(pair, name):
     assert np.mean(np.abs(moved - want)) > 0.1
 
 
-@pytest.mark.parametrize("name", default(NAMES, (*VARIANTS, "qwen3", "qwen3_next")))
+@pytest.mark.parametrize("name", EACH)
 def test_bfloat16_differs_from_float32_as_much_as_transformers_own(pair, name):
     """Both compute the same in BF16 up to where each rounds.
 

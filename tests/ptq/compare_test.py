@@ -135,6 +135,7 @@ def test_text_becomes_batches_without_overlap_or_loss():
         texts.batches(tokenizer, "abc", tokens=5, context=4, rows=1)
 
 
+@pytest.mark.slow
 def test_launcher_prints_the_table(tmp_path):
     dense = {"family": "qwen3", "experts": 0, "dense_layers": ()}
     model = dataclasses.replace(MODEL, vocab_size=261, layers=1, **dense)
