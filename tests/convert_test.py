@@ -154,7 +154,7 @@ def test_a_dense_model_becomes_experts(dense, tmp_path):
         ({"seed": -1}, ["--seed: got -1"]),
         ({"upcycle": (10**8, 2)}, ["--upcycle: got 100000000x2, need at most 4096 experts"]),
         ({"quantise": "hscale", "calibration": "{src}/bad.txt"}, ["need a text file in UTF-8"]),
-        ({"src": "nope"}, ["--src: got nope"]),
+        ({"src": "nope"}, ["--src: got 'nope', need"]),
         ({"dtype": "x", "quantise": "x", "dst": "{src}"}, ["--dst: ", "--dtype: ", "--quantise: "]),
     ],
 )
