@@ -59,7 +59,8 @@ def facts(workdir):
     return [{k: v for k, v in row.items() if not k.startswith("guide/store_")} for row in kept]
 
 
-@pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "hybrid"])
+@pytest.mark.slow  # whole programs of two models are compiled
+@pytest.mark.parametrize("name", MODELS)
 def test_two_steps_train_and_a_continued_run_is_the_same(tmp_path, name):
     model = MODELS[name]
     config = overrides.override(overrides.load(ROOT / "configs/tiny_cpu.py"), list(SETTINGS))

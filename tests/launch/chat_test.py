@@ -76,6 +76,7 @@ class Terminal:
         return self._process.wait(timeout=60)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(endless):
     flags = [f"--model={endless}", "--temperature=0", "--max_new_tokens=30000", "--quant=bf16"]
     terminal = Terminal("launch/generate.py", *flags)
@@ -90,6 +91,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(endless):
     assert terminal.text.count("[loading ") == 1 and terminal.text.count("[compiling ") >= 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_single_answer_with_130(endless):
     flags = [f"--model={endless}", "--temperature=0", "--max_new_tokens=30000", "--quant=bf16"]
     terminal = Terminal("launch/generate.py", *flags, "--prompt=hi")
