@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import trace_jax
-from tests import hf_models
+from tests import hf_models, slow
 from trace_jax import config as cfg
 from trace_jax.models import transformer
 from trace_jax.upcycle import upcycle
@@ -123,10 +123,10 @@ def test_a_mixture_is_not_upcycled_again():
         upcycle(new, moe, experts=4, experts_per_token=2, key=jax.random.key(0))
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama_tied", "llama")]
+UPCYCLED = ("qwen3", "llama_tied", "llama")
 
 
-@pytest.mark.parametrize("name", ["qwen3", *SLOW])
+@pytest.mark.parametrize("name", slow.only(UPCYCLED, fast=["qwen3"]))
 def test_transformers_loads_what_was_upcycled(name, tmp_path):
     hf_models.need_torch()
     import torch

@@ -1,7 +1,6 @@
 """Text from a checkpoint on the embedded engine, piece by piece: what `launch/generate.py` does."""
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from trace_jax import sources, weight_sync
 from trace_jax.checks import require
 from trace_jax.data.text_stream import TextStream
 from trace_jax.data.tokenizer import load_tokenizer
+from trace_jax.hf import config_json, config_keys
 from trace_jax.rollout import draws, stream
 from trace_jax.weight_sync import SamplerWeights
 
@@ -93,11 +93,9 @@ def _check(sampling: Sampling, source: sources.Source, precision: str) -> None:
 
 def longest(source: sources.Source) -> int:
     """Tokens that a model was made for: max_position_embeddings, or LONGEST where none is given."""
-    path = source.path / "config.json"
-    if source.kind == sources.RUN or not path.is_file():
+    if source.kind == sources.RUN:
         return LONGEST
-    config = json.loads(path.read_text(encoding="utf-8"))
-    given = config.get("text_config", config).get("max_position_embeddings")
+    given = config_keys.flat(config_json.read(source.path)).get("max_position_embeddings")
     return given if isinstance(given, int) and given > 0 else LONGEST
 
 

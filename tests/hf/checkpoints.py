@@ -5,12 +5,6 @@ import pathlib
 
 import pytest
 
-
-def some(names, fast):
-    """All names as parameters; those that are not `fast` take the time of `make test-slow`."""
-    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
-
-
 FAST = ("qwen3_moe_mixed", "llama", "qwen3_next")
 
 torch = pytest.importorskip("torch", reason="NO TORCH: checkpoints are compared with transformers'")

@@ -10,11 +10,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import trace_jax
+from tests import slow
 from tests.hf import checkpoints
 from trace_jax.hf import files, load
 
 torch = pytest.importorskip("torch")
-KINDS = checkpoints.some(checkpoints.CONFIGS, checkpoints.FAST)
+KINDS = slow.only(checkpoints.CONFIGS, checkpoints.FAST)
 LOGIT_TOLERANCE = 2e-4  # float32 sums in another order; logits are of order 1
 
 
@@ -40,7 +41,7 @@ def test_logits_are_those_of_transformers(checkpoint):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("kind", checkpoints.some(checkpoints.EXPERTS, checkpoints.FAST))
+@pytest.mark.parametrize("kind", slow.only(checkpoints.EXPERTS, checkpoints.FAST))
 def test_fused_experts_are_the_same_parameters(kind, transposed, tmp_path):
     path = checkpoints.write(kind, tmp_path)
     _, wanted = trace_jax.load(path)

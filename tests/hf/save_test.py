@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import trace_jax
+from tests import slow
 from tests.hf import checkpoints
 from trace_jax import config as cfg
 from trace_jax.data.tokenizer import byte_tokenizer
@@ -18,7 +19,7 @@ from trace_jax.models import transformer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-KINDS = checkpoints.some(checkpoints.CONFIGS, (*checkpoints.FAST, "qwen3_5_moe"))
+KINDS = slow.only(checkpoints.CONFIGS, (*checkpoints.FAST, "qwen3_5_moe"))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import trace_jax
-from tests import hf_models
+from tests import hf_models, slow
 from trace_jax.hf import names
 
 hf_models.need_torch()
@@ -24,13 +24,8 @@ NAMES = hf_models.NAMES
 VARIANTS = ("qwen3_moe_raw_gates", "llama_tied", "mixtral")
 
 
-def default(names, slow):
-    """Parameters of which some take the time of `make test-slow`."""
-    return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in names]
-
-
 # one of Llama's and Qwen3's attention, with and without experts, and one hybrid
-EACH = default(NAMES, (*VARIANTS, "qwen3", "qwen3_next"))
+EACH = slow.all_but(NAMES, (*VARIANTS, "qwen3", "qwen3_next"))
 MOE = tuple(n for n in NAMES if "moe" in n or n in ("qwen3_next", "mixtral"))
 
 
@@ -145,7 +140,7 @@ def routes_of(theirs, tokens_BT):
     return routes.astype(np.int32), logits
 
 
-@pytest.mark.parametrize("name", default(MOE, (*VARIANTS, "qwen3_next")))
+@pytest.mark.parametrize("name", slow.all_but(MOE, (*VARIANTS, "qwen3_next")))
 def test_given_routes_are_used(pair, name):
     """Of our own choice they change nothing; of others they change the logits."""
     theirs, model, params = pair(name)

@@ -125,6 +125,7 @@ def test_in_fp4_a_guided_trainer_follows_the_sampler_and_all_is_recorded_and_aud
     }
 
 
+@pytest.mark.slow  # seam_test.py does this by default for the uniform model
 def test_in_bfloat16_guided_training_of_a_hybrid_is_closer_than_plain_rounding(tiny):
     """Only the order is asserted; the numbers are those of one small random model."""
     model = dataclasses.replace(tiny.MODELS["hybrid"], compute_dtype="bfloat16")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import trace_jax
-from tests import hf_models
+from tests import hf_models, slow
 from trace_jax import config as cfg
 from trace_jax import weight_sync
 from trace_jax.rollout import jax_engine
@@ -21,8 +21,7 @@ from transformers import DynamicCache  # noqa: E402
 
 BF16 = cfg.Quant(rollout="bf16", trainer="bf16")
 LENGTHS, NEW = (1, 7, 20), 12
-FAST = ("qwen3_moe", "llama", "qwen3_next")
-NAMES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in hf_models.NAMES]
+NAMES = slow.only(hf_models.NAMES, fast=("qwen3_moe", "llama", "qwen3_next"))
 
 
 def cached_logprobs(theirs, tokens_T, prompt_length):

@@ -20,7 +20,7 @@ from trace_jax import layer_kinds, stacks
 from trace_jax.checks import require
 from trace_jax.layer_kinds import Kind
 from trace_jax.models import attention, moe, transformer
-from trace_jax.models.grouped_matmul import gather_rows, grouped_matmul
+from trace_jax.models.grouped_matmul import Dispatch, gather_rows, grouped_matmul
 from trace_jax.types import Params
 
 AnyArray = Array | np.ndarray
@@ -129,23 +129,36 @@ def plain_feed(
 
 
 def plain_experts(
-    model: cfg.Model, module: Any, x_BTD: Array, routes_BTX: Array, gates_BTX: Array
+    model: cfg.Model,
+    module: Any,
+    x_BTD: Array,
+    routes_BTX: Array,
+    gates_BTX: Array,
+    look: Callable[[Array, Dispatch], None] | None = None,
 ) -> Float[Array, "B T D"]:
-    """The routed experts in the compute dtype; route -1 drops a pair."""
+    """The routed experts in the compute dtype; route -1 drops a pair.
+
+    Args: look: is shown the inputs of `down`, as (N, b, F) rows of the blocked layout.
+    """
     dtype = x_BTD.dtype
     w_gate_up, w_down = module.gate_up[...].astype(dtype), module.down[...].astype(dtype)
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    return moe.expert_mlp(
-        routes_BTX,
-        gates_BTX,
-        model.experts,
-        lambda d: grouped_matmul(gather_rows(x_MD, d), w_gate_up, d),
-        lambda h_NbF, d: grouped_matmul(h_NbF, w_down, d),
-    )
+
+    def down(h_NbF: Array, d: Dispatch) -> Array:
+        if look is not None:
+            look(h_NbF, d)
+        return grouped_matmul(h_NbF, w_down, d)
+
+    def gate_up(d: Dispatch) -> Array:
+        return grouped_matmul(gather_rows(x_MD, d), w_gate_up, d)
+
+    return moe.expert_mlp(routes_BTX, gates_BTX, model.experts, gate_up, down)
 
 
-def plain_mlp(module: Any, x_BTD: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], None]:
-    """A dense MLP in the compute dtype."""
+def plain_mlp(
+    module: Any, x_BTD: Float[Array, "B T D"]
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"]]:
+    """A dense MLP in the compute dtype: its output, and the input of `down`."""
     dtype = x_BTD.dtype
     hidden = moe.swiglu(x_BTD @ module.gate_up[...].T.astype(dtype))
-    return hidden @ module.down[...].T.astype(dtype), None
+    return hidden @ module.down[...].T.astype(dtype), hidden

@@ -22,8 +22,8 @@ from jaxtyping import Array, Bool, Int
 
 from trace_jax import config as cfg
 from trace_jax.checks import require
-from trace_jax.models import forward, moe
-from trace_jax.models.grouped_matmul import Dispatch, gather_rows, grouped_matmul
+from trace_jax.models import forward
+from trace_jax.models.grouped_matmul import Dispatch
 from trace_jax.types import Params
 
 Batches = Iterable[tuple[Any, Any]]  # (tokens_BT ids, valid_BT, False is padding)
@@ -100,35 +100,28 @@ def _squares(x: Array) -> Array:
 
 
 def _mlp(module: Any, x_BTD: Array, valid_BT: Array) -> tuple[Array, dict[str, Array]]:
-    dtype, valid = x_BTD.dtype, valid_BT[..., None]
-    hidden = moe.swiglu(x_BTD @ module.gate_up[...].T.astype(dtype))
-    out = {
+    y_BTD, hidden = forward.plain_mlp(module, x_BTD)
+    valid = valid_BT[..., None]
+    return y_BTD, {
         "gate_up": jnp.sum(_squares(x_BTD), axis=(0, 1), where=valid),
         "down": jnp.sum(_squares(hidden), axis=(0, 1), where=valid),
         "tokens": jnp.sum(valid_BT, dtype=jnp.float32),
     }
-    return hidden @ module.down[...].T.astype(dtype), out
 
 
 def _experts(
     model: cfg.Model, module: Any, x_BTD: Array, routes_BTX: Array, gates_BTX: Array
 ) -> tuple[Array, dict[str, Array]]:
-    dtype, E = x_BTD.dtype, model.experts
-    w_gate_up, w_down = module.gate_up[...].astype(dtype), module.down[...].astype(dtype)
-    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    E, x_MD = model.experts, x_BTD.reshape(-1, x_BTD.shape[-1])
     routed_ME = jnp.sum(jax.nn.one_hot(routes_BTX.reshape(len(x_MD), -1), E), axis=1)
     out = {
         "gate_up": jnp.matmul(routed_ME.T, _squares(x_MD), precision=HIGHEST),
         "tokens": jnp.sum(routed_ME, axis=0),
     }
 
-    def down(h_NbF: Array, d: Dispatch) -> Array:
+    def look(h_NbF: Array, d: Dispatch) -> None:
         # empty rows of the layout are zero, and so is what SwiGLU makes of them
         per_block = jnp.sum(_squares(h_NbF), axis=1)
         out["down"] = jnp.zeros((E, h_NbF.shape[-1])).at[d.expert_N].add(per_block)
-        return grouped_matmul(h_NbF, w_down, d)
 
-    def gate_up(d: Dispatch) -> Array:
-        return grouped_matmul(gather_rows(x_MD, d), w_gate_up, d)
-
-    return moe.expert_mlp(routes_BTX, gates_BTX, E, gate_up, down), out
+    return forward.plain_experts(model, module, x_BTD, routes_BTX, gates_BTX, look), out

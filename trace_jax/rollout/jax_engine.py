@@ -193,7 +193,7 @@ class Core:
             step=jnp.int32(1),
             tokens_BR=tokens_BR,
             logprobs_BR=jnp.zeros((B, R), jnp.float32).at[:, 0].set(logprob_B),
-            length_B=jnp.where(idle_B, 0, 1),
+            length_B=(~idle_B).astype(jnp.int32),
             done_B=idle_B | self.stops(token_B),
             token_B=token_B,
             caches=caches,

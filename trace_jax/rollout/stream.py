@@ -45,9 +45,7 @@ def make_stream(
 
     @jax.jit
     def begin(params, tokens_PT, length_P, seed_P, key) -> Begun:
-        begun = core.begin(params, tokens_PT, length_P, seed_P, key, samples=1)
-        # `advance` returns strong types: with a weak one among the first it is compiled twice
-        return jax.tree.map(lambda x: jnp.asarray(x, x.dtype) if x.weak_type else x, begun)
+        return core.begin(params, tokens_PT, length_P, seed_P, key, samples=1)
 
     @functools.partial(jax.jit, donate_argnames=("state",))
     def advance(params, begun: Begun, state: Decoded, stop: jax.Array) -> Decoded:
