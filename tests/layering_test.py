@@ -204,10 +204,15 @@ def test_only_pallas_kernels_imports_pallas(library):
     assert pallas_users(inside) == []
 
 
-def test_pallas_kernels_know_formats_only():
-    for module, source in read_sources("pallas_kernels").items():
+KERNELS_KNOW = ("trace_jax.formats.", "trace_jax.checks.")
+
+
+def test_pallas_kernels_know_formats_and_the_form_of_errors_only():
+    sources = read_sources("pallas_kernels")
+    assert "pallas_kernels.common.packed" in sources
+    for module, source in sources.items():
         ours = [name for name in imports(source) if name.split(".")[0] == "trace_jax"]
-        strangers = [name for name in ours if not f"{name}.".startswith("trace_jax.formats.")]
+        strangers = [name for name in ours if not f"{name}.".startswith(KERNELS_KNOW)]
         assert strangers == [], module
 
 

@@ -1,0 +1,1 @@
+"""What all kernels share: operands, decoding of codes, choice of an implementation, costs."""
