@@ -189,6 +189,28 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What each op runs as: "xla", "triton", "mosaic_gpu", ... (`pallas_kernels.common.impls`).
+
+    What an op or the device does not have is refused; nothing ever falls back. docs/kernels.md.
+    """
+
+    fake_quant: str = "xla"  # trainer: guided rounding of activations, K and V
+    grouped_matmul: str = "xla"  # trainer: experts, forward and backward
+    token_logprob: str = "xla"  # trainer: head and log-softmax
+    quantize: str = "xla"  # sampler: codes of activations
+    fp4_matmul: str = "xla"  # sampler: experts and dense MLPs
+    kv_attention: str = "xla"  # sampler: attention over the FP4 cache in decoding, and its writes
+    debug: bool = False  # also check values on the device (sizes, lengths, scales): slower
+
+    def __post_init__(self) -> None:
+        config_checks.kernels(self)
+
+
+XLA = Kernels()  # every op in plain XLA
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """One experiment."""
 
@@ -203,6 +225,7 @@ class Config:
     loss: Loss = Loss()
     optim: Optim = Optim()
     run: Run = Run()
+    kernels: Kernels = Kernels()
 
     def __post_init__(self) -> None:
         config_checks.config(self)

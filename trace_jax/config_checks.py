@@ -4,9 +4,11 @@ A section refuses what it can know alone. `config` refuses what takes several se
 what holds for training only: evaluation samples with `top_p`, or a group of one.
 """
 
+import dataclasses
 import re
 from typing import Any
 
+from pallas_kernels.common.impls import IMPLS
 from trace_jax import formats, layer_choice
 from trace_jax.checks import require
 from trace_jax.field_checks import check
@@ -202,6 +204,12 @@ def run(section: Any) -> None:
             "guidance_mib": 0,
         },
     )
+
+
+def kernels(section: Any) -> None:
+    """Names of implementations; whether the device has them shows when the stages are built."""
+    ops = [field.name for field in dataclasses.fields(section) if field.name != "debug"]
+    check(section, "config.kernels", choices=dict.fromkeys(ops, IMPLS))
 
 
 def config(section: Any) -> None:

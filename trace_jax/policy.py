@@ -39,7 +39,12 @@ LogProbs = Callable[..., tuple[Array, dict[str, Mean]]]
 
 
 def make_log_probs(
-    model: cfg.Model, quant: cfg.Quant, *, temperature: float, replay_routes: bool = True
+    model: cfg.Model,
+    quant: cfg.Quant,
+    kernels: cfg.Kernels = cfg.XLA,
+    *,
+    temperature: float,
+    replay_routes: bool = True,
 ) -> LogProbs:
     """Builds `log_probs(params, batch, follow=None) -> (logprobs_BS in nats, counts)`.
 
@@ -69,7 +74,7 @@ def make_log_probs(
         counts: dict[str, Mean] = {}
 
         def body(x_BSD: Array, plan: qat_plan.LayerPlan, layer: Params, inputs: dict[str, Any]):
-            run = _Layer(model, quant, plan, valid_BS, inputs)
+            run = _Layer(model, quant, kernels, plan, valid_BS, inputs)
             x_BSD = run(view, layer, x_BSD, position_BS, replay_routes)
             # scan stacks what it hands back over layers, and a `Mean` holds scalars
             return x_BSD, {name: (mean.total, mean.count) for name, mean in run.counts.items()}
@@ -158,6 +163,7 @@ class _Layer:
 
     model: cfg.Model
     quant: cfg.Quant
+    kernels: cfg.Kernels
     plan: qat_plan.LayerPlan
     valid_BS: Bool[Array, "B S"]
     inputs: dict[str, Any]  # by name, see `_segment_inputs`

@@ -65,6 +65,7 @@ def build(config: cfg.Config) -> Stages:
         warm_optimizer_args(config),
         tokenizer.stop_ids,
         tokenizer.pad_id,
+        config.kernels,
     )
     key = jax.random.key(config.seed)
     return Stages(config=config, tokenizer=tokenizer, prompts=prompts, key=key, **programs)
@@ -80,12 +81,13 @@ def _programs(
     warm_args: tuple[cfg.Optim, int],
     stop_ids: tuple[int, ...],
     pad_id: int,
+    kernels: cfg.Kernels,
 ) -> dict[str, Any]:
     """The compiled functions; runs that differ only in seed, data or lag share them."""
     log_probs = policy.make_log_probs(
-        model, quant, temperature=rollout.temperature, replay_routes=terms.replay
+        model, quant, kernels, temperature=rollout.temperature, replay_routes=terms.replay
     )
-    plain_log_probs = policy.make_log_probs(model, quant, temperature=1.0)
+    plain_log_probs = policy.make_log_probs(model, quant, kernels, temperature=1.0)
 
     def policy_loss(params: Params, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
         logprobs_BS, _ = log_probs(params, batch)
@@ -109,7 +111,7 @@ def _programs(
         "policy_step": update.make_train_step(policy_loss, update.make_optimizer(*policy_args)),
         "sync": weight_sync.make_sync(model, quant),
         "generate": jax_engine.make_generate(
-            model, quant, rollout, stop_ids=stop_ids, pad_id=pad_id
+            model, quant, rollout, kernels, stop_ids=stop_ids, pad_id=pad_id
         ),
     }
 

@@ -69,6 +69,7 @@ def make_generate(
     model: cfg.Model,
     quant: cfg.Quant,
     rollout: cfg.Rollout,
+    kernels: cfg.Kernels = cfg.XLA,
     *,
     stop_ids: Sequence[int],
     pad_id: int,
@@ -84,7 +85,7 @@ def make_generate(
         "none",
         "sample from the full distribution; the log-probabilities are of that distribution",
     )
-    core = Core(model, quant, rollout, tuple(stop_ids), pad_id)
+    core = Core(model, quant, rollout, tuple(stop_ids), pad_id, kernels=kernels)
     sample = jax.jit(core.sample, static_argnames=("samples",))
 
     def generate(
@@ -112,6 +113,7 @@ class Core:
     stop_ids: tuple[int, ...]
     pad_id: int
     custom_draw: Draw | None = None  # instead of `draw`, for what is not trained on
+    kernels: cfg.Kernels = cfg.XLA
 
     @property
     def segments(self) -> tuple[stacks.Segment, ...]:
