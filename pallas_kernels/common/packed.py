@@ -11,7 +11,7 @@ from trace_jax import formats
 from trace_jax.checks import require
 from trace_jax.formats import Format
 
-FORMATS = ("nvfp4", "mxfp4", "mxfp8")  # what kernels can decode
+DECODED = ("nvfp4", "mxfp4", "mxfp8")  # what kernels can decode; plain XLA decodes all formats
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +31,7 @@ class Packed:
     @property
     def width(self) -> int:
         """K."""
-        return self.scales.shape[-1] * self.format.block
+        return self.scales.shape[-1] // self.format.scale_bytes * self.format.block
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,16 +58,21 @@ def pack(
     return Packed(codes=codes, scales=scales, factor=factor, format=q.format)
 
 
+def undecoded(name: str, x: Any) -> str | None:
+    """Why a kernel cannot decode `x`, as `impls.choose` takes it; None: it can, or it is plain."""
+    if not isinstance(x, Packed) or x.format.name in DECODED:
+        return None
+    return f"it cannot decode {name} in {x.format.name}, only {', '.join(DECODED)}"
+
+
 def check(where: str, name: str, x: Any) -> None:
     """That a `Packed` is whole. Raises: ValueError or TypeError naming the part."""
-    need = f"one of {list(FORMATS)}"
-    require(x.format.name in FORMATS, f"{where}: {name}.format", x.format.name, need)
     for part in ("codes", "scales"):
         got = getattr(x, part).dtype
         require(got == jnp.uint8, f"{where}: {name}.{part}: dtype", got, "uint8", error=TypeError)
     a_byte = 2 if x.format.element.BITS == 4 else 1
     need = (*x.scales.shape[:-1], x.width // a_byte)
-    fix = f"{x.format.name} has one scale for {x.format.block} values, {a_byte} a byte"
+    fix = f"{x.format.name} has {x.format.block} values a block, {a_byte} a byte"
     require(x.codes.shape == need, f"{where}: {name}.codes: shape", x.codes.shape, need, fix)
     if x.factor is None:
         return
