@@ -1,0 +1,50 @@
+"""`fp4_matmul`: rows times a matrix in block-scaled FP4."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.common import impls
+from pallas_kernels.common.packed import Packed
+from pallas_kernels.fp4_matmul import operands, xla
+
+
+def fp4_matmul(
+    x: Packed | Float[Array, "M K"],
+    w: Packed,
+    *,
+    impl: str,
+    out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> Float[Array, "M O"]:
+    """Multiplies rows with a packed matrix, as block-scaled tensor cores do.
+
+    Math:    y = (factor_x * factor_w) * sum_k (code * scale)_x (code * scale)_w, accumulated in
+             float32, rounded once.
+    Args:    x: packed rows (W4A4, W4A8), factor (M, 1), (1, 1) or None; or BF16 or float32 (W4A16).
+             w: packed (O, K), factor (O, 1), (1, 1) or None.
+             impl: "xla" | "triton" | "mosaic_gpu" (NVFP4 x NVFP4, MXFP4 x MXFP4) | "triton_interpret".
+    Returns: (M, O) in `out_dtype`. K of one side may be padded with zeros to its blocks.
+    Raises:  ValueError, TypeError for operands that do not fit; NotImplementedError for an `impl`
+             that cannot run them.
+    """
+    where = "fp4_matmul"
+    operands.check(where, x, w, 2, out_dtype)
+    impl = impls.choose(where, impl, operands.has(x, w, _mosaic_gpu(impl, x, w)))
+    operands.check_values(where, x=x, w=w)
+    if impl == "xla":
+        return xla.matmul(x, w, out_dtype=out_dtype)
+    if impl == "mosaic_gpu":
+        from pallas_kernels.fp4_matmul import mosaic_gpu
+
+        return mosaic_gpu.matmul(x, w, out_dtype=out_dtype)
+    from pallas_kernels.fp4_matmul import triton
+
+    return triton.matmul(x, w, out_dtype=out_dtype, interpret=impls.interpreted(impl))
+
+
+def _mosaic_gpu(impl: str, x: Packed | Float[Array, "M K"], w: Packed) -> str | None:
+    if impl != "mosaic_gpu":  # importing it costs time: it is asked only where it is wanted
+        return None
+    from pallas_kernels.fp4_matmul import mosaic_gpu
+
+    return mosaic_gpu.refuses(x, w)
