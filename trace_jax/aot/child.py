@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.common import device
 from trace_jax.aot import targets
 
 _MEMORY = {
@@ -23,6 +24,11 @@ _MEMORY = {
 def main(folder: pathlib.Path) -> None:
     """Reads `job.json` in `folder` and writes `optimised.hlo`, `written.hlo` and `facts.json`."""
     job = json.loads((folder / "job.json").read_text())
+    with device.described(*targets.platform(job["target"])):
+        _compile(job, folder)
+
+
+def _compile(job: dict[str, Any], folder: pathlib.Path) -> None:
     module, _, name = job["builder"].partition(":")
     build = getattr(importlib.import_module(module), name)
     shape = None if job["devices"] is None else tuple(job["devices"])

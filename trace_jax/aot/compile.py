@@ -66,6 +66,7 @@ def compile_job(job: Job) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="trace_jax_aot_") as folder:
         out = pathlib.Path(folder)
         (out / "job.json").write_text(json.dumps(dataclasses.asdict(job)))
+        (out / "mosaic").mkdir()
         command = [sys.executable, "-m", "trace_jax.aot.child", folder]
         with (out / "stderr").open("w+") as stderr:
             try:
@@ -81,7 +82,7 @@ def compile_job(job: Job) -> Compiled:
                 code = None
         _require_success(job, code, (out / "stderr").read_text(errors="replace"))
         facts = json.loads((out / "facts.json").read_text())
-        kernels = sorted((out / "dump").glob("*.ptx")) if job.ptx else []
+        kernels = [*sorted((out / "dump").glob("*.ptx")), *sorted((out / "mosaic").glob("*.ptx"))]
         return Compiled(
             hlo=(out / "optimised.hlo").read_text(),
             written=(out / "written.hlo").read_text(),
@@ -109,7 +110,9 @@ def _environment(job: Job, out: pathlib.Path) -> dict[str, str]:
     if job.ptx:
         flags.append(f"--xla_dump_to={out / 'dump'} --xla_dump_emitter_re=.*")
     path = [*job.path, str(ROOT), str(PLUGINS), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
+    # Mosaic GPU compiles its kernels itself and has a dump of its own, into a folder that exists
+    mosaic = {"MOSAIC_GPU_DUMP_TO": str(out / "mosaic"), "MOSAIC_GPU_DUMP_PTX": "1"}
+    return os.environ | (mosaic if job.ptx else {}) | {
         "JAX_PLATFORMS": "cpu",  # else the plug-in looks for a device and gives up
         "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks the cloud where it is
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # there is no TPU to share

@@ -97,6 +97,12 @@ def is_gpu(name: str) -> bool:
     return isinstance(spec(name), Gpu)
 
 
+def platform(name: str) -> tuple[str, tuple[int, int] | None]:
+    """What `pallas_kernels.common.device.described` takes: the platform, and a GPU's capability."""
+    target = spec(name)
+    return ("cuda", target.capability) if isinstance(target, Gpu) else ("tpu", None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """Described devices, none of which exists: good for shardings, not for arrays."""
