@@ -65,14 +65,15 @@ $(READY): pyproject.toml requirements-dev.lock requirements-peers.lock
 setup-aot: $(AOT_READY)  ## compilers for GPUs and TPUs into .aot (tests use them, without devices)
 
 # XLA's plug-ins for the very JAX of the .venv, but beside it: inside, every `import jax` would look
-# for devices. They need none of the nvidia-* packages to compile, so nothing else is installed.
+# for devices. They need none of the nvidia-* packages to compile; ptxas, NVIDIA's assembler, says
+# what a kernel takes (trace_jax/aot/resources.py). Nothing else is installed.
 $(AOT_READY): requirements-aot.lock $(READY)
 	@if [ "$$(uname -sm)" != "Linux x86_64" ]; then \
 		echo "make setup-aot: got $$(uname -sm), need Linux x86_64: there are no such compilers for" \
 			"others. Fix: run the rest of the tests, $(BIN)/python -m pytest --ignore=tests/aot" >&2; \
 		exit 1; \
 	fi
-	@echo "make setup-aot: compilers for GPUs and TPUs in $(AOT) (about 350 MB to download)"
+	@echo "make setup-aot: compilers for GPUs and TPUs in $(AOT) (about 400 MB to download)"
 	@rm -rf $(AOT)
 	$(PIP) --require-hashes --target $(AOT) -r requirements-aot.lock
 	@touch $(AOT_READY)
@@ -120,7 +121,8 @@ lock: setup  ## resolve the newest versions anew (a maintainer's job; fetches uv
 	$(BIN)/uv $(LOCK) pyproject.toml --upgrade --extra dev --output-file requirements-dev.lock
 	@$(MAKE) --no-print-directory lock-aot
 
-# For each JAX of requirements-dev.lock the plug-ins of that release, and the libtpu it asks for.
+# For each JAX of requirements-dev.lock the plug-ins of that release, and the libtpu it asks for; of
+# nvidia-cuda-nvcc the newest, whose ptxas reads the PTX of every older compiler.
 lock-aot: setup
 	$(PIP) uv
 	@mkdir -p $(VENV)/lock
@@ -130,10 +132,11 @@ lock-aot: setup
 			echo "$$package==$$version$$marker"; \
 		done; \
 	done > $(VENV)/lock/aot.in
+	@echo nvidia-cuda-nvcc >> $(VENV)/lock/aot.in
 	$(BIN)/uv $(LOCK) $(VENV)/lock/aot.in --constraints requirements-dev.lock \
 		--output-file $(VENV)/lock/aot.lock
 	@{ echo "# Compilers for accelerators, of the JAX in requirements-dev.lock. By: make lock"; \
-		awk '/^[^ #]/ { on = /^(jax-cuda13-|libtpu)/ } on && !/^ *#/' $(VENV)/lock/aot.lock; \
+		awk '/^[^ #]/ { on = /^(jax-cuda13-|libtpu|nvidia-cuda-nvcc)/ } on && !/^ *#/' $(VENV)/lock/aot.lock; \
 	} > requirements-aot.lock
 
 clean:  ## remove .venv, .aot and caches; runs/ stays

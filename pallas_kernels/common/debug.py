@@ -1,6 +1,6 @@
 """Checks of array values: sizes that do not sum up, lengths out of range, scales that are NaN.
 
-Ops state them with `checkify.debug_check`, which costs nothing and does nothing until somebody asks.
+Ops state them with `checkify.debug_check`, which does nothing and costs nothing until it is asked.
 """
 
 import functools

@@ -62,5 +62,7 @@ def test_lock_has_the_compilers_of_every_jax_that_is_locked():
     lock = (aot.ROOT / "requirements-aot.lock").read_text().splitlines()
     names = [line.partition(" ")[0] for line in lock if line[:1].isalpha()]
     wanted = [f"jax-cuda13-{part}=={v}" for part in ("pjrt", "plugin") for v in releases]
-    assert [name for name in names if not name.startswith("libtpu")] == sorted(wanted)
+    others = ("libtpu", "nvidia-cuda-nvcc")
+    assert [name for name in names if not name.startswith(others)] == sorted(wanted)
     assert len([name for name in names if name.startswith("libtpu")]) == len(releases)
+    assert len([name for name in names if name.startswith("nvidia-cuda-nvcc")]) == 1

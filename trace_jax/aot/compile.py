@@ -16,7 +16,7 @@ import sys
 import tempfile
 from typing import Any
 
-from trace_jax.aot import targets
+from trace_jax.aot import launches, targets
 from trace_jax.checks import message, require
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -52,6 +52,8 @@ class Compiled:
     memory: dict[str, int]  # bytes on each device: argument, output, temp, alias, code
     lower_s: float  # tracing and lowering
     compile_s: float
+    # bytes of shared memory that each kernel is launched with, by name; if PTX was asked for
+    shared: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def compile_job(job: Job) -> Compiled:
@@ -87,6 +89,7 @@ def compile_job(job: Job) -> Compiled:
             hlo=(out / "optimised.hlo").read_text(),
             written=(out / "written.hlo").read_text(),
             ptx="\n".join(kernel.read_text() for kernel in kernels),
+            shared=launches.shared_memory(out / "dump", out / "mosaic") if job.ptx else {},
             **facts,
         )
 
@@ -100,7 +103,7 @@ def _require_plugins(target: str) -> None:
         f"aot: compiler for {target}",
         f"no {needed}",
         f"the compilers that belong to jax {version}",
-        "make setup-aot (downloads about 350 MB into .aot/, nothing into .venv)",
+        "make setup-aot (downloads about 400 MB into .aot/, nothing into .venv)",
         FileNotFoundError,
     )
 
@@ -111,17 +114,25 @@ def _environment(job: Job, out: pathlib.Path) -> dict[str, str]:
         flags.append(f"--xla_dump_to={out / 'dump'} --xla_dump_emitter_re=.*")
     path = [*job.path, str(ROOT), str(PLUGINS), os.environ.get("PYTHONPATH", "")]
     # Mosaic GPU compiles its kernels itself and has a dump of its own, into a folder that exists
-    mosaic = {"MOSAIC_GPU_DUMP_TO": str(out / "mosaic"), "MOSAIC_GPU_DUMP_PTX": "1"}
-    return os.environ | (mosaic if job.ptx else {}) | {
-        "JAX_PLATFORMS": "cpu",  # else the plug-in looks for a device and gives up
-        "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks the cloud where it is
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # there is no TPU to share
-        "TPU_LOG_DIR": "disabled",
-        "TPU_LIBRARY_PATH": str(PLUGINS / "libtpu" / "libtpu.so"),
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a cached program has no dump
-        "XLA_FLAGS": " ".join(filter(None, flags)),
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    mosaic = {
+        "MOSAIC_GPU_DUMP_TO": str(out / "mosaic"),
+        "MOSAIC_GPU_DUMP_PTX": "1",
+        "MOSAIC_GPU_DUMP_HOST_LLVM": "1",  # says how it is launched
     }
+    return (
+        os.environ
+        | (mosaic if job.ptx else {})
+        | {
+            "JAX_PLATFORMS": "cpu",  # else the plug-in looks for a device and gives up
+            "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks the cloud where it is
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # there is no TPU to share
+            "TPU_LOG_DIR": "disabled",
+            "TPU_LIBRARY_PATH": str(PLUGINS / "libtpu" / "libtpu.so"),
+            "JAX_ENABLE_COMPILATION_CACHE": "false",  # a cached program has no dump
+            "XLA_FLAGS": " ".join(filter(None, flags)),
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        }
+    )
 
 
 def _require_success(job: Job, code: int | None, stderr: str) -> None:

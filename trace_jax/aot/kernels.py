@@ -1,4 +1,4 @@
-"""Kernels of `pallas_kernels` as jobs for `compile.py`: one case of an op, as one implementation."""
+"""Kernels of `pallas_kernels` as jobs for `compile.py`: one case of an op, as one of its impls."""
 
 import importlib
 import importlib.util
