@@ -11,13 +11,11 @@ import subprocess
 import tempfile
 
 from trace_jax.aot import targets
-from trace_jax.aot.compile import PLUGINS, CompileError, Compiled
+from trace_jax.aot.compile import PLUGINS, Compiled, CompileError
 from trace_jax.checks import message, require
 
 MAX_REGISTERS = 255  # of a thread
 MAX_SHARED = 227 * 1024  # bytes of a block on 9.0 and 10.0 (CUDA programming guide)
-    227 * 1024
-)  # bytes of a block, 9.0 and 10.0: CUDA programming guide, compute capability
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _COUNTS = {
