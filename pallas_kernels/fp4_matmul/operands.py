@@ -65,11 +65,13 @@ def value(x: Operand, dtype: jax.typing.DTypeLike) -> Float[Array, "..."]:
     return (x.operand() if isinstance(x, Packed) else x).astype(dtype)
 
 
-def holds(x: Operand) -> jax.typing.DTypeLike:
-    """The narrowest of BF16 and float32 that holds the operand exactly."""
-    if isinstance(x, Packed):
-        return jnp.bfloat16 if x.format.name in packed.DECODED else jnp.float32
-    return x.dtype
+def holds(x: Operand, w: Packed) -> jax.typing.DTypeLike:
+    """The narrowest of BF16 and float32 that holds both operands exactly."""
+    wide = [
+        a.format.name not in packed.DECODED if isinstance(a, Packed) else a.dtype != jnp.bfloat16
+        for a in (x, w)
+    ]
+    return jnp.float32 if any(wide) else jnp.bfloat16
 
 
 def width(x: Operand, w: Packed) -> int:
@@ -77,11 +79,12 @@ def width(x: Operand, w: Packed) -> int:
     return min(x.shape[1], w.width)
 
 
-def with_factors(
-    total: Float[Array, "M O"], x: Operand, w_factor: Float[Array, "..."] | None
+def scaled(
+    total: Float[Array, "M O"],
+    x_factor: Float[Array, "#M 1"] | None,
+    w_factor: Float[Array, "1 #O"] | None,
 ) -> Float[Array, "M O"]:
-    """(factor_x * factor_w) * total; `w_factor` is (1 | M, 1 | O) or None."""
-    x_factor = x.factor if isinstance(x, Packed) else None
+    """(factor_x * factor_w) * total."""
     if x_factor is None:
         return total if w_factor is None else w_factor * total
     return (x_factor if w_factor is None else x_factor * w_factor) * total

@@ -13,7 +13,7 @@ def matmul(
 ) -> Float[Array, "M O"]:
     """See `op.fp4_matmul`."""
     width = operands.width(x, w)
-    narrow = jnp.promote_types(operands.holds(x), operands.holds(w))
+    narrow = operands.holds(x, w)
 
     def total(x, w, dtype):
         x_MK = operands.value(x, dtype)[:, :width]
@@ -27,5 +27,6 @@ def matmul(
     total_MO = jax.lax.platform_dependent(
         x, w, cpu=lambda x, w: total(x, w, jnp.float32), default=lambda x, w: total(x, w, narrow)
     )
+    x_factor = x.factor if isinstance(x, Packed) else None
     w_factor = None if w.factor is None else w.factor.T
-    return operands.with_factors(total_MO, x, w_factor).astype(out_dtype)
+    return operands.scaled(total_MO, x_factor, w_factor).astype(out_dtype)
