@@ -1,0 +1,3 @@
+"""An op that cannot be imported."""
+
+import no_such_module  # noqa: F401
