@@ -211,14 +211,14 @@ class _Layer:
         routes = jnp.where(self.valid_BS[..., None], routes, -1)
         w_gate_up, w_down = params.gate_up[...], params.down[...]
         x = self.site("expert_in", x)
-        x_MD = x.reshape(-1, x.shape[-1])
+        x_MD, impl = x.reshape(-1, x.shape[-1]), self.kernels.grouped_matmul
 
         def gate_up(d: Dispatch) -> Array:
-            return grouped_matmul(gather_rows(x_MD, d), w_gate_up.astype(x.dtype), d)
+            return grouped_matmul(gather_rows(x_MD, d), w_gate_up.astype(x.dtype), d, impl)
 
         def down(h_NbF: Array, d: Dispatch) -> Array:
             h_NbF = self.hidden_site(h_NbF, d)
-            return grouped_matmul(h_NbF, w_down.astype(x.dtype), d)
+            return grouped_matmul(h_NbF, w_down.astype(x.dtype), d, impl)
 
         return moe.expert_mlp(routes, gates, self.model.experts, gate_up, down)
 

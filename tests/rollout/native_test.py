@@ -59,7 +59,7 @@ def test_products_are_of_codes_and_block_scales_with_each_global_scale_applied_o
     x, w, routes = draw()
     weight = pack(w)
     (codes, scales, global_), got = run(x, jnp.asarray(routes), rule, weight)
-    x_wide = operands(codes, scales).astype(np.float64)
+    x_wide = operands(unpacked(codes), scales).astype(np.float64)
     w_wide = operands(unpacked(weight["codes"]), weight["scales"]).astype(np.float64)
     x_global, w_global = np.asarray(global_, np.float64), np.asarray(weight["global"], np.float64)
     for m, choice in np.ndindex(M, X):

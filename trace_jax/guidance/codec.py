@@ -54,7 +54,34 @@ def encode(
     """
     mantissa = coding.kind == "mantissa"
     bits = e2m1.pack_bits(parity(codes)) if mantissa else format.pack_codes(codes)
-    kept = scale_bits(codes.shape[-1], format=format, coding=coding)
+    return _record(bits, codes.shape[-1], scales, global_scale, format, coding)
+
+
+def encode_packed(
+    packed: UInt8[Array, "*A P"],
+    scales: UInt8[Array, "*A S"],
+    global_scale: Float[Array, "*A 1"] | None,
+    *,
+    format: Format,
+    coding: Coding,
+) -> SiteRecord:
+    """`encode` for codes that `Format.pack_codes` has packed."""
+    length = packed.shape[-1] * 8 // format.element.BITS
+    if coding.kind == "mantissa":
+        packed = e2m1.pack_bits(parity(format.unpack_codes(packed)))
+    return _record(packed, length, scales, global_scale, format, coding)
+
+
+def _record(
+    bits: Array,
+    length: int,
+    scales: Array,
+    global_scale: Array | None,
+    format: Format,
+    coding: Coding,
+) -> SiteRecord:
+    """Scale bytes and global scale as the coding keeps them, beside bits of `length` values."""
+    kept = scale_bits(length, format=format, coding=coding)
     if kept < 8:
         scales = scale_code.encode(scales, kept, _nan_byte(format))
     if global_scale is not None and coding.global_bits == 16:

@@ -1,17 +1,17 @@
 """Grouped matmul over experts whose cost follows the rows that experts really got.
 
-Rows are laid out in blocks that each belong to one expert (`Dispatch`); a loop runs over the blocks
-in use only. `lax.ragged_dot` would be dense over experts on CPU and in XLA:GPU's default lowering.
-An expert without rows gets exactly zero gradient, because no block ever touches it.
+Rows are laid out in blocks that each belong to one expert (`Dispatch`); the product of
+`pallas_kernels.fp4_grouped_matmul` runs over the blocks in use only. An expert without rows gets
+exactly zero gradient, because no block ever touches it.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.fp4_grouped_matmul import op
 
 
 @jax.tree_util.register_dataclass
@@ -22,6 +22,7 @@ class Dispatch:
     slot_MX: Int[Array, "M X"]  # its row in the layout; the number of rows where dropped (route -1)
     pair_R: Int[Array, " R"]  # the pair m*X + x of each row; M*X where the row is empty
     expert_N: Int[Array, " N"]  # the expert of each block
+    rows_E: Int[Array, " E"]  # rows of each expert, whole blocks, in the order of experts
     active: Int[Array, ""]  # blocks in use; they come first
     block: int = dataclasses.field(metadata={"static": True})  # rows a block
 
@@ -51,6 +52,7 @@ def make_dispatch(routes_MX: Int[Array, "M X"], experts: int) -> Dispatch:
         slot_MX=slot.reshape(routes_MX.shape),
         pair_R=pair_R,
         expert_N=jnp.minimum(expert_N, experts - 1).astype(jnp.int32),
+        rows_E=blocks_E * block,
         active=end_E[-1],
         block=block,
     )
@@ -71,73 +73,17 @@ def scatter_pairs(y_NbK: Array, dispatch: Dispatch) -> Array:
 
 
 def grouped_matmul(
-    x_NbK: Float[Array, "N b K"], w_EOK: Float[Array, "E O K"], dispatch: Dispatch
+    x_NbK: Float[Array, "N b K"],
+    w_EOK: Float[Array, "E O K"],
+    dispatch: Dispatch,
+    impl: str = "xla",
 ) -> Float[Array, "N b O"]:
     """y[n] = x[n] @ w[expert of n].T for the blocks in use; products accumulate in float32.
 
-    Args:    x_NbK, w_EOK: one dtype, which is also the dtype of the result.
+    Args:    x_NbK, w_EOK: one dtype, which is also the dtype of the result. impl: of
+             `pallas_kernels.fp4_grouped_matmul`, which has the gradients too.
     Returns: (N, block, O); blocks not in use are 0.
     """
-    return _matmul(x_NbK, w_EOK, dispatch.expert_N, dispatch.active)
-
-
-def _on_cpu_in_float32(loop: Callable[..., Any], *operands: Array) -> Any:
-    """Runs a loop of matmuls in the operands' dtype, on CPU in float32.
-
-    XLA:CPU has no fast BF16 matmul inside a loop (measured 10x slower than float32), so there the
-    operands are widened before and the results narrowed after it. That changes no result: products
-    of BF16 accumulate in float32 and are rounded once, either way.
-    """
-
-    def widened(*operands: Array) -> Any:
-        wide = (
-            a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in operands
-        )
-        return loop(*wide)
-
-    def narrow(result: Any) -> Any:
-        return jax.tree.map(lambda a: a.astype(operands[0].dtype), result)
-
-    return narrow(jax.lax.platform_dependent(*operands, cpu=widened, default=_in_float32(loop)))
-
-
-def _in_float32(loop: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *operands: jax.tree.map(lambda a: a.astype(jnp.float32), loop(*operands))
-
-
-def _dot(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
-
-
-@jax.custom_vjp
-def _matmul(x_NbK, w_EOK, expert_N, active):
-    def loop(x_NbK, w_EOK, expert_N, active):
-        def body(n, y):
-            return y.at[n].set(_dot(x_NbK[n], w_EOK[expert_N[n]].T))
-
-        y = jnp.zeros((*x_NbK.shape[:2], w_EOK.shape[1]), x_NbK.dtype)
-        return jax.lax.fori_loop(0, active, body, y)
-
-    return _on_cpu_in_float32(loop, x_NbK, w_EOK, expert_N, active)
-
-
-def _forward(x_NbK, w_EOK, expert_N, active):
-    return _matmul(x_NbK, w_EOK, expert_N, active), (x_NbK, w_EOK, expert_N, active)
-
-
-def _backward(saved, dy_NbO):
-    def loop(dy_NbO, x_NbK, w_EOK, expert_N, active):
-        def body(n, carry):
-            dx, dw = carry
-            expert = expert_N[n]
-            dx = dx.at[n].set(_dot(dy_NbO[n], w_EOK[expert]))
-            product = jnp.matmul(dy_NbO[n].T, x_NbK[n], preferred_element_type=jnp.float32)
-            return dx, dw.at[expert].add(product)
-
-        zeros = jnp.zeros_like(x_NbK), jnp.zeros(w_EOK.shape, jnp.float32)
-        return jax.lax.fori_loop(0, active, body, zeros)
-
-    return *_on_cpu_in_float32(loop, dy_NbO, *saved), None, None
-
-
-_matmul.defvjp(_forward, _backward)
+    rows_RK = x_NbK.reshape(-1, x_NbK.shape[-1])
+    y_RO = op.grouped_matmul(rows_RK, w_EOK, dispatch.rows_E, impl=impl, block=dispatch.block)
+    return y_RO.reshape(*x_NbK.shape[:2], -1)

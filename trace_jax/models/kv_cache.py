@@ -39,8 +39,8 @@ def record(cache: Any, format: Format, coding: Coding) -> Any:
         return cache
 
     def packed(site: SiteRecord) -> SiteRecord:
-        codes = codec.decode(site, format=format, coding=Coding()).values
-        return codec.encode(codes, site.scales, site.global_scale, format=format, coding=coding)
+        packed = site.bits, site.scales, site.global_scale
+        return codec.encode_packed(*packed, format=format, coding=coding)
 
     return {name: packed(site) for name, site in cache.items()}
 

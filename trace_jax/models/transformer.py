@@ -276,6 +276,10 @@ def head_logits(
 ) -> Float[Array, "B T V"]:
     """Logits: final norm, then the head (or transposed embedding), accumulated in float32."""
     x = norm(model, x_BTD, params["final_norm"])
-    weight = params["head"] if "head" in params else params["embed"]
-    weight = weight.astype(x.dtype).astype(jnp.float32)
+    weight = head(params).astype(x.dtype).astype(jnp.float32)
     return x.astype(jnp.float32) @ weight.T
+
+
+def head(params: Params) -> Float[Array, "V D"]:
+    """The output matrix: the head, or the embedding where they are tied."""
+    return params["head"] if "head" in params else params["embed"]

@@ -228,7 +228,7 @@ class Core:
 
         def body(x, plan, layer, _):
             mix = layers.prefill_mix(self.model, plan, valid_PT)
-            feed = layers.make_feed(self.model, plan, self.spec, valid_PT)
+            feed = layers.make_feed(self.model, plan, self.spec, valid_PT, self.kernels)
             x, kept = view(plan.kind, layer)(x, position_PT, mix, feed)
             return x, {plan.kind.mixer: kept.mix, **_outputs(kept, valid_PT)}
 
@@ -256,7 +256,7 @@ class Core:
         def body(carry, plan, layer, inputs):
             x, cache = carry
             mix = layers.decode_mix(self.model, plan, cache, inputs["row"], slot_B, active_B)
-            feed = layers.make_feed(self.model, plan, self.spec, active_B1)
+            feed = layers.make_feed(self.model, plan, self.spec, active_B1, self.kernels)
             x, kept = view(plan.kind, layer)(x, slot_B[:, None], mix, feed)
             return (x, kept.mix), _outputs(kept, active_B1)
 

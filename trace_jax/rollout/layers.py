@@ -98,7 +98,11 @@ def grow(cache: Cache, slots: int, samples: int) -> Cache:
 
 
 def make_feed(
-    model: cfg.Model, plan: LayerPlan, spec: GuidanceSpec | None, valid_BT: Bool[Array, "B T"]
+    model: cfg.Model,
+    plan: LayerPlan,
+    spec: GuidanceSpec | None,
+    valid_BT: Bool[Array, "B T"],
+    kernels: cfg.Kernels = cfg.XLA,
 ) -> Feed:
     """Experts or dense MLP in native FP4; hands back the records of their inputs that are kept."""
 
@@ -106,7 +110,7 @@ def make_feed(
         B, T, D = x_BTD.shape
         routes = jnp.where(valid_BT[..., None], routes, -1)
         x_MD, layout = x_BTD.reshape(B * T, D), {}
-        projections = native.Projections(plan.weights, plan.acts, params, "expert")
+        projections = native.Projections(plan.weights, plan.acts, params, "expert", kernels)
 
         def down(h: Array, d: Dispatch) -> Array:
             layout["dispatch"] = d
@@ -121,7 +125,7 @@ def make_feed(
 
     def mlp(params: Any, x_BTD: Array) -> tuple[Array, Any]:
         B, T, D = x_BTD.shape
-        projections = native.Projections(plan.weights, plan.acts, params, "mlp")
+        projections = native.Projections(plan.weights, plan.acts, params, "mlp", kernels)
         hidden = moe.swiglu(projections.gate_up(x_BTD.reshape(B * T, D), None))
         y = projections.down(hidden, None).reshape(B, T, D)
         return y, _records(plan, spec, projections.kept, (B, T))
@@ -140,7 +144,7 @@ def _records(
     for site, rows in kept.items():
         if spec is not None and plan.acts is not None and site in plan.recorded:
             shaped = jax.tree.map(lambda a: a.reshape(*lead, *a.shape[1:]), rows)
-            records[site] = codec.encode(*shaped, format=plan.acts, coding=spec.coding)
+            records[site] = codec.encode_packed(*shaped, format=plan.acts, coding=spec.coding)
     return records
 
 

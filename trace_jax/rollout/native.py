@@ -8,12 +8,17 @@ at the end. The trainer instead multiplies BF16 values of code * scale * global,
 that difference is the one which guided rounding has to bridge.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
+from pallas_kernels.common.packed import Packed
+from pallas_kernels.fp4_grouped_matmul.op import fp4_grouped_matmul
+from pallas_kernels.fp4_matmul.op import fp4_matmul
+from trace_jax import config as cfg
 from trace_jax.formats import Format
 from trace_jax.models import moe
 from trace_jax.models.grouped_matmul import (
@@ -24,21 +29,32 @@ from trace_jax.models.grouped_matmul import (
 )
 from trace_jax.qat import sites
 
-Quantised = tuple[Array, Array, Array | None]  # codes, scale bytes, global scale of each row
+# packed codes, scale bytes and global scale of each row: as a record keeps them
+Quantised = tuple[UInt8[Array, "*A P"], UInt8[Array, "*A S"], Float[Array, "*A 1"] | None]
 
 
-def operand(
-    codes: UInt8[Array, "*A K"], scales: UInt8[Array, "*A S"], format: Format
-) -> Float[Array, "*A K"]:
-    """code * block scale, exact in float32; the global scale stays out."""
-    return format.dequantize_rows(codes, scales, None)
+def packed_weight(weight: dict[str, Any], format: Format) -> Packed:
+    """A matrix of `weight_sync.pack_weight` as kernels take it."""
+    factor = format.decode_scale(weight["global"])
+    return Packed(codes=weight["codes"], scales=weight["scales"], factor=factor, format=format)
 
 
-def weight_operand(weight: dict[str, Any], format: Format) -> Float[Array, "*A K"]:
-    """The same of packed weights; K is padded to whole blocks."""
-    return operand(format.unpack_codes(weight["codes"]), weight["scales"], format)
+def packed_rows(
+    x: Float[Array, "*A K"], format: Format, impl: str
+) -> tuple[Packed, Float[Array, "*A 1"] | None]:
+    """Rows rounded plainly, each with its own global scale: for a kernel, and that scale."""
+    if impl != "xla":
+        from pallas_kernels.quantize.op import quantize
+
+        rows = quantize(x, format, impl=impl)
+        return rows, rows.factor  # of the formats that kernels quantise, the two are one
+    codes, scales, global_ = sites.own_rounding(format.pad(x.astype(jnp.float32)), format)
+    factor = None if global_ is None else format.decode_scale(global_)
+    packed = format.pack_codes(codes)
+    return Packed(codes=packed, scales=scales, factor=factor, format=format), global_
 
 
+@dataclasses.dataclass(frozen=True)
 class Projections:
     """Both projections of a layer's experts, or of its dense MLP; `kept` is what they recorded.
 
@@ -46,51 +62,52 @@ class Projections:
     the blocked rows of a dispatch; without one (None) there is one matrix for all rows.
     """
 
-    def __init__(self, weights: Format | None, acts: Format | None, params: Any, name: str):
-        """`name` is that of the sites, before "_in" and "_hidden"."""
-        self.weights, self.acts, self.params, self.name = weights, acts, params, name
-        self.kept: dict[str, Quantised] = {}
+    weights: Format | None
+    acts: Format | None
+    params: Any
+    name: str  # of the sites, before "_in" and "_hidden"
+    kernels: cfg.Kernels = cfg.XLA
+    kept: dict[str, Quantised] = dataclasses.field(default_factory=dict)
 
     def gate_up(self, x_MD: Float[Array, "M D"], d: Dispatch | None) -> Float[Array, "*A O"]:
         """From tokens to the rows of their experts."""
-        rows, global_ = self._quantised(f"{self.name}_in", x_MD)
+        rows = self._quantised(f"{self.name}_in", x_MD)
         if d is not None:
-            rows = gather_rows(rows, d)
-            global_ = None if global_ is None else gather_rows(global_, d)
-        weight = self.params.gate_up.get_value()
-        return self._matmul(rows, global_, weight, d).astype(x_MD.dtype)
+            rows = jax.tree.map(lambda a: gather_rows(a, d), rows)
+        return self._matmul(rows, self.params.gate_up.get_value(), d, x_MD)
 
     def down(self, hidden: Float[Array, "*A F"], d: Dispatch | None) -> Float[Array, "*A D"]:
         """From hidden rows back to the width of the model."""
-        rows, global_ = self._quantised(f"{self.name}_hidden", hidden)
-        return self._matmul(rows, global_, self.params.down.get_value(), d).astype(hidden.dtype)
+        rows = self._quantised(f"{self.name}_hidden", hidden)
+        return self._matmul(rows, self.params.down.get_value(), d, hidden)
 
-    def _quantised(self, site: str, x: Array) -> tuple[Array, Array | None]:
-        """The operand and the factor of each row that its global scale stands for."""
+    def _quantised(self, site: str, x: Array) -> Packed | Array:
+        """The operand of a matmul: packed and kept where activations are quantised."""
         if self.acts is None:
-            return x, None
-        rows = self.acts.pad(x.astype(jnp.float32))
-        codes, scales, global_ = sites.own_rounding(rows, self.acts)
-        self.kept[site] = (codes, scales, global_)
-        factor = None if global_ is None else self.acts.decode_scale(global_)
-        return operand(codes, scales, self.acts)[..., : x.shape[-1]], factor
+            return x
+        rows, global_ = packed_rows(x, self.acts, self.kernels.quantize)
+        self.kept[site] = (rows.codes, rows.scales, global_)
+        return rows
 
-    def _matmul(self, rows: Array, global_: Array | None, weight: Any, d: Dispatch | None) -> Array:
-        """Accumulates in float32; all global scales come last."""
-
-        def multiply(rows: Array, w: Array) -> Array:
-            return moe.matmul(rows, w) if d is None else grouped_matmul(rows, w, d)
-
-        if self.weights is None and self.acts is None:
-            return multiply(rows, weight)
+    def _matmul(self, rows: Any, weight: Any, d: Dispatch | None, like: Array) -> Array:
+        """Accumulates in float32, all global scales come last; in the dtype of `like`."""
         if self.weights is None:
-            total = multiply(rows, weight.astype(jnp.float32))
-            return total if global_ is None else total * global_
-        w = weight_operand(weight, self.weights)[..., : rows.shape[-1]]
-        scale = self.weights.decode_scale(weight["global"])
-        scale = scale if d is None else scale[d.expert_N]
-        total = multiply(rows.astype(jnp.float32), w)
-        return total * (scale if global_ is None else global_ * scale)
+            return self._by_plain_weight(rows, weight, d, like)
+        w, how = packed_weight(weight, self.weights), {"impl": self.kernels.fp4_matmul}
+        if d is None:
+            return fp4_matmul(rows, w, out_dtype=like.dtype, **how)
+        flat = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), rows)
+        y = fp4_grouped_matmul(flat, w, d.rows_E, block=d.block, out_dtype=like.dtype, **how)
+        return y.reshape(-1, d.block, y.shape[-1])
+
+    def _by_plain_weight(self, rows: Any, weight: Any, d: Dispatch | None, like: Array) -> Array:
+        factor = None
+        if isinstance(rows, Packed):
+            factor, rows = rows.factor, rows.operand()[..., : weight.shape[-1]]
+            weight = weight.astype(jnp.float32)
+        impl = self.kernels.grouped_matmul
+        total = moe.matmul(rows, weight) if d is None else grouped_matmul(rows, weight, d, impl)
+        return (total if factor is None else total * factor).astype(like.dtype)
 
 
 def to_pairs(kept: Any, dispatch: Dispatch) -> Any:
