@@ -25,7 +25,7 @@ KERNEL_FORMATS = ("nvfp4", "mxfp4")
 ADAPTIVE = ("mse", "mae", "abs_max")  # the rules of Four Over Six
 _TIES_UP = (0, 1, 0, 1, 0, 1, 0)  # of the midpoints between codes c and c+1, where c is odd
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_BELOW_NORMAL = 0x007FFFFF  # what is not larger counts as 0
+BELOW_NORMAL = 0x007FFFFF  # what is not larger counts as 0
 _NEVER = MAGNITUDE  # a bound that no magnitude exceeds
 _LAST = 126  # E4M3 code of 448
 _E4M3_BIAS = 120 << 3  # E4M3 code = (float32 bits >> 20) - this, from 2^-6 on
@@ -66,7 +66,7 @@ def row_global(amax, format: Format):
     if rule == "one":
         return jnp.ones(amax.shape, jnp.float32)
     target = {"max": 6 * 448.0, "static_4": 4 * 448.0}.get(format.scale_rule, 6 * 256.0)
-    usable = (amax > _BELOW_NORMAL) & (amax < INF)
+    usable = (amax > BELOW_NORMAL) & (amax < INF)
     least = number(jnp.maximum(amax, 27 << 23))  # 2^-100: the product stays normal
     scale = jnp.where(usable, least * jnp.float32(1.0 / target), jnp.float32(1))
     if rule == "pow2":
@@ -133,7 +133,7 @@ def bounds(step):
     found = []
     for midpoint, tie in zip(_MIDPOINTS, _TIES_UP, strict=True):
         bits = jax.lax.bitcast_convert_type(step * jnp.float32(midpoint), jnp.int32)
-        passed = jnp.maximum(bits - tie, _BELOW_NORMAL)
+        passed = jnp.maximum(bits - tie, BELOW_NORMAL)
         found.append(jnp.where(active, passed, _NEVER))
     return found
 
