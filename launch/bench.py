@@ -4,8 +4,17 @@
     python launch/bench.py --suites=formats,step --repeats=11 --json=bench.json
 
 Suites: formats (quantisers against a memory copy; guided against plain fake quantisation),
-guidance (codec and store), step (a training step with guidance against one without). Times are
-medians; "ratio" is ours / peer, median and range over the pairs. Give it an otherwise idle machine.
+guidance (codec and store), step (a training step with guidance against one without), kernels.
+Times are medians; "ratio" is ours / peer, median and range over the pairs. Give it an otherwise
+idle machine.
+
+    python launch/bench.py --suites=kernels
+
+prints for each op and case of pallas_kernels the bytes and operations that it cannot do without,
+the least time that they take on an H200, B200, TPU v6e and TPU7x (m: moving bytes takes longest, c:
+computing), and for each implementation the time on this device, with its share of the copy
+bandwidth measured here, or "not measured": on a CPU plain XLA runs the small cases. Last, grouped
+matmuls over 8, 32 and 128 experts at the same active work, against what else JAX offers.
 """
 
 import importlib
@@ -18,10 +27,13 @@ from absl import flags
 
 from launch import cli
 
-SUITES = ("formats", "guidance", "step")
+SUITES = ("formats", "guidance", "step", "kernels")
 _SUITES = flags.DEFINE_list("suites", list(SUITES), "which to run")
 _REPEATS = flags.DEFINE_integer("repeats", 7, "timed rounds after a warm-up", lower_bound=1)
 _JSON = flags.DEFINE_string("json", None, "also write the rows to this file")
+
+
+_HEADER = f"{'ms':>9} {'GB/s':>7} {'ratio':>7}  range          peer"
 
 
 def main() -> None:
@@ -40,9 +52,11 @@ def main() -> None:
     print("  ".join(f"{name} {value}" for name, value in machine.items()))
     rows = []
     for suite in _SUITES.value:
-        print(f"\n{suite:<44} {'ms':>9} {'GB/s':>7} {'ratio':>7}  range          peer")
-        for row in importlib.import_module(f"launch.benches.{suite}").run(_REPEATS.value):
-            print(_line(row), flush=True)
+        module = importlib.import_module(f"launch.benches.{suite}")
+        print(f"\n{suite:<44} {getattr(module, 'HEADER', _HEADER)}")
+        line = getattr(module, "line", _line)
+        for row in module.run(_REPEATS.value):
+            print(line(row), flush=True)
             rows.append(row | {"suite": suite})
     if _JSON.value:
         text = json.dumps({"machine": machine, "rows": rows}, indent=1)

@@ -15,8 +15,8 @@ _FP4_BLOCK = 16
 
 def measure() -> dict[str, Any]:
     """Bytes a second both ways, and operations a second by kind; a reason where there is none."""
-    size, side = _SIZES[jax.devices()[0].platform]
-    found: dict[str, Any] = {"copy": _copy(size), "compute": {}, "not_measured": {}}
+    _, side = _SIZES[jax.devices()[0].platform]
+    found: dict[str, Any] = {"copy": copy_bandwidth(), "compute": {}, "not_measured": {}}
     kinds = {"f32": _f32, "bf16": _bf16, "fp8": _fp8, "fp4": _fp4}
     for kind, make in kinds.items():
         try:
@@ -31,8 +31,9 @@ def measure() -> dict[str, Any]:
     return found
 
 
-def _copy(size: int) -> float:
-    """The faster of a memory copy and a kernel that reads and writes each value."""
+def copy_bandwidth() -> float:
+    """Bytes a second, both ways: the faster of a memory copy and a kernel that does it."""
+    size, _ = _SIZES[jax.devices()[0].platform]
     x = jnp.ones(size // 2, jnp.bfloat16)
     calls = jax.jit(jnp.copy), jax.jit(lambda x: x * jnp.bfloat16(1.5))
     return 2 * x.nbytes / min(seconds_per_call(call, [(x,)]) for call in calls)

@@ -44,12 +44,12 @@ def main(package: str) -> None:
 
 def facts(package: str) -> Row:
     """The device, what it can run and its ceilings."""
-    chosen, here = jax.devices()[0], device.current()
+    chosen, current = jax.devices()[0], device.current()
     return {
         "jax": jax.__version__,
         "device": chosen.device_kind,
-        "platform": here.platform,
-        "capability": here.capability,
+        "platform": current.platform,
+        "capability": current.capability,
         "impls": [impl for impl in impls.IMPLS if _runs(impl)],
         "ceilings": ceilings.measure(),
     }
@@ -59,7 +59,7 @@ def cases(package: str, op: str) -> list[Row]:
     """What there is to check of an op here."""
     found = []
     for bench in catalogue.benches(op, package):
-        names = [_here(impl, bench.small) for impl in bench.impls]
+        names = [here(impl, bench.small) for impl in bench.impls]
         row = {"op": op, "case": bench.case, "small": bench.small}
         found += [row | {"impl": impl} for impl in dict.fromkeys(filter(None, names))]
     return found
@@ -145,7 +145,7 @@ def _runs(impl: str) -> bool:
     return True
 
 
-def _here(impl: str, small: bool) -> str | None:
+def here(impl: str, small: bool) -> str | None:
     """How a case that has `impl` is run on this device: on CPUs only small ones, interpreted."""
     if device.current().platform == "cpu" and not small:
         return None
