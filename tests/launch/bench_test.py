@@ -70,7 +70,10 @@ def test_a_kernel_has_its_bound_on_each_device_and_a_time_where_it_can_run():
 
 
 def test_a_real_size_is_not_run_on_a_cpu():
-    row = kernels._row(toy(small=False, make=None), 2, 1e9)
+    def make(seed):
+        raise AssertionError("it was to be left alone")
+
+    row = kernels._row(toy(small=False, make=make), 2, 1e9)
     assert row["measured"] == {"xla": None, "triton": None}
     assert "not measured: xla, triton" in kernels.line(row)
 
