@@ -22,6 +22,7 @@ from pallas_kernels.quantize.mosaic_tpu import (
     picking,
     row_block,
     select,
+    spreading,
     whole,
 )
 from trace_jax.formats import Format
@@ -49,8 +50,8 @@ def fake_quant(x_MK, recorded, valid_M, *, format: Format, kind, guided, scales:
         if format.has_global:
             inputs["global"] = recorded.global_scale
     chunk = min(CHUNK, width)
-    matrices = {"spread": picking(chunk, format.block).T}
-    matrices |= {"expand": picking(per_byte * LANES, per_byte).T}
+    matrices = {"spread": spreading(chunk, format.block)}
+    matrices |= {"expand": spreading(per_byte * LANES, per_byte)}
     matrices |= {"pick": picking(chunk, format.block)} if scales else {}
     options = {"K": K, "format": format, "kind": kind, "guided": guided}
     found = pl.pallas_call(

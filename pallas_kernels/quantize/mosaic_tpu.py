@@ -77,6 +77,13 @@ def picking(width: int, block: int):
     return (column == scale * block).astype(jnp.bfloat16)
 
 
+def spreading(width: int, block: int):
+    """(width / block, width): a scale to all lanes of its block."""
+    scale = jax.lax.broadcasted_iota(jnp.int32, (width // block, width), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (width // block, width), 1)
+    return (column // block == scale).astype(jnp.bfloat16)
+
+
 def select(whole_numbers, matrix):
     """int32 whole numbers up to 256, selected and joined by a matrix, exactly."""
     operand = whole_numbers.astype(jnp.float32).astype(jnp.bfloat16)
