@@ -5,6 +5,7 @@ process that `aot/compile.py` started may call `topology`: the plug-ins must be 
 JAX_PLATFORMS must be "cpu" before JAX is imported.
 """
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -115,6 +116,18 @@ class Topology:
     def sharding(self) -> jax.sharding.Sharding:
         """Everything on the first device: for programs of one device."""
         return jax.sharding.SingleDeviceSharding(self.devices[0])
+
+
+def device_for_kernels(name: str) -> contextlib.AbstractContextManager[None]:
+    """Within it, JAX 0.11 and newer lower Pallas kernels for a GPU that is not there."""
+    target = spec(name)
+    if not isinstance(target, Gpu):
+        return contextlib.nullcontext()
+    device = jax.sharding.AbstractDevice(
+        device_kind=target.device, num_cores=target.multiprocessors, platform="gpu"
+    )
+    mesh = jax.sharding.AbstractMesh((), (), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def topology(name: str, devices: tuple[int, ...] | None = None) -> Topology:
