@@ -52,6 +52,7 @@ def run(
         scratch_types=kernel.scratch(),
         cluster=(2,) if tiling.pair else (),
         cluster_names=("pair",) if tiling.pair else (),
+        kernel_name="block_scaled_matmul",
     )
     of = operands
     weights = (of.w, kernel.scales(of.w_scales), of.w_factor)
@@ -89,12 +90,14 @@ class _Kernel:
                     collective=t.pair,
                 )
         barrier = functools.partial(plgpu.Barrier, num_arrivals=1, orders_tensor_core=True)
-        cluster = functools.partial(
-            plgpu.ClusterBarrier,
-            collective_axes=("pair",),
-            num_arrivals=1,
-            orders_tensor_core=True,
-        )
+        freed = barrier
+        if t.pair:  # the first CTA waits until both have read their half
+            freed = functools.partial(
+                plgpu.ClusterBarrier,
+                collective_axes=("pair",),
+                num_arrivals=1,
+                orders_tensor_core=True,
+            )
         return {
             "w_smem": _codes(t.stages, SIDE),
             "x_smem": _codes(t.stages, own),
@@ -104,7 +107,7 @@ class _Kernel:
             "full": plgpu.Barrier(num_arrivals=4, num_barriers=t.stages),
             "empty": barrier(num_barriers=t.stages),
             "done": barrier(num_barriers=t.slots),
-            "freed": (cluster if t.pair else barrier)(num_barriers=t.slots),
+            "freed": freed(num_barriers=t.slots),
             **tmem,
         }
 

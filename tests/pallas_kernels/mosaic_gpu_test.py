@@ -1,4 +1,4 @@
-"""Blackwell's FP4 kernel: all but the MMA on the CPU, tile by tile, and the machine code.
+"""Blackwell's FP4 kernel on the CPU: all of it but the MMA, tile by tile.
 
 No interpreter has the block-scaled MMA, so `emulate` stands in for the kernel: it takes the same
 operands, the same tiles, index maps, epilogue and stores, and multiplies in float64. How it finds a
@@ -6,8 +6,6 @@ scale in the 32 x 16 bytes of a scale tile is PTX's formula, written out here.
 """
 
 import functools
-import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +20,7 @@ from pallas_kernels.fp4_grouped_matmul import op as grouped_op
 from pallas_kernels.fp4_matmul import mosaic_gpu as dense_kernel
 from pallas_kernels.fp4_matmul import op as dense_op
 from trace_jax import formats
-from trace_jax.aot import compile as aot
-from trace_jax.aot import resources
 
-HERE = str(pathlib.Path(__file__).parent)
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E2M1 = np.array(MAGNITUDES + [-m for m in MAGNITUDES])
 SCALE = {16: ml_dtypes.float8_e4m3fn, 32: ml_dtypes.float8_e8m0fnu}
@@ -386,92 +381,3 @@ def test_hopper_is_refused_before_its_compiler_can_die():
         dense_op.fp4_matmul(x, w, impl="mosaic_gpu")
     with device.described("cuda", (10, 0)):
         assert dense_op.fp4_matmul(x, w, impl="mosaic_gpu").shape == (3, 128)
-
-
-# ------------------------------------------------------------------------------ machine code
-
-# Qwen3-30B-A3B: 128 experts, 8 a token; decode of 128 tokens, prefill of 4096
-GATE_UP, DOWN = {"outputs": 1536, "width": 2048}, {"outputs": 2048, "width": 768}
-EXPERTS = {"experts": 128}
-PROGRAMS = {
-    "decode nvfp4": ("grouped", GATE_UP | EXPERTS | {"rows": 1024, "format": "nvfp4"}),
-    "decode down nvfp4": ("grouped", DOWN | EXPERTS | {"rows": 1024, "format": "nvfp4"}),
-    "decode mxfp4": ("grouped", GATE_UP | EXPERTS | {"rows": 1024, "format": "mxfp4"}),
-    "prefill nvfp4": ("grouped", GATE_UP | EXPERTS | {"rows": 32768, "format": "nvfp4"}),
-    "prefill down mxfp4": ("grouped", DOWN | EXPERTS | {"rows": 32768, "format": "mxfp4"}),
-    "one token nvfp4": ("dense", {"rows": 1, "outputs": 2048, "width": 2048, "format": "nvfp4"}),
-    "odd nvfp4": ("dense", {"rows": 100, "outputs": 130, "width": 48, "format": "nvfp4"}),
-    "dense mxfp4": (
-        "dense",
-        {"rows": 50, "outputs": 4096, "width": 2048, "format": "mxfp4", "out_dtype": "float16"},
-    ),
-    "dense pair nvfp4": (
-        "dense",
-        {"rows": 8192, "outputs": 2048, "width": 4096, "format": "nvfp4", "out_dtype": "float32"},
-    ),
-}
-QUICK = {"decode nvfp4", "prefill nvfp4", "dense mxfp4", "one token nvfp4"}
-EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
-
-
-@functools.cache
-def compiled(name):
-    builder, kwargs = PROGRAMS[name]
-    builder = f"mosaic_programs:{builder}"
-    job = aot.Job(builder=builder, target="b200", kwargs=kwargs, path=(HERE,), ptx=True)
-    return aot.compile_job(job)
-
-
-def problem(name):
-    _, how = PROGRAMS[name]
-    return blackwell.Problem(
-        tiling=blackwell.tiling(how["rows"], how.get("experts", 1), how["outputs"]),
-        block=formats.get(how["format"]).block,
-        outputs=how["outputs"],
-        bytes=how["width"] // 2,
-        out_dtype=blackwell.stored(how.get("out_dtype", "bfloat16")),
-    )
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_b200_gets_block_scaled_instructions_fed_by_tma(name):
-    ptx, of = compiled(name).ptx, problem(name)
-    ctas = 2 if of.tiling.pair else 1
-    kind = {
-        16: "mxf4nvf4.block_scale.scale_vec::4X",
-        32: "mxf4.block_scale.scale_vec::2X",
-    }[of.block]
-    issued = re.findall(r"tcgen05\.mma[\w.:]*", ptx)
-    assert set(issued) == {f"tcgen05.mma.cta_group::{ctas}.kind::{kind}"}
-    assert len(issued) == of.tiling.stages * 256 // 64  # K of an instruction is 64
-    scales = re.findall(r"tcgen05\.cp[\w.:]*", ptx)
-    assert set(scales) == {f"tcgen05.cp.cta_group::{ctas}.32x128b.warpx4"}
-    assert len(scales) == of.tiling.stages * of.groups * (1 + of.x_tiles)
-    loads = re.findall(r"cp\.async\.bulk\.tensor[\w.]*\.shared::\w+\.global[\w.:]*", ptx)
-    assert len(loads) >= 4 and all("mbarrier::complete_tx" in load for load in loads)
-    assert re.search(r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta", ptx)
-    assert "mma.sync" not in ptx and "wgmma" not in ptx  # no other way was taken
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_b200_kernel_stays_within_its_resources(name):
-    found = resources.resources(compiled(name), "b200")
-    (kernel,) = [one for one in found if "mosaic" in one.kernel]
-    of = problem(name)
-    assert kernel.excess == []
-    assert kernel.stack == kernel.spill_stores == kernel.spill_loads == 0
-    assert 0 <= kernel.shared - of.shared_memory <= 1024  # barriers and padding come on top
-    assert kernel.registers * 256 <= 65536  # a block of two warpgroups
-
-
-def test_codes_reach_the_kernel_without_a_copy():
-    hlo = compiled("decode nvfp4").hlo
-    call = next(line for line in hlo.splitlines() if 'custom_call_target="mosaic_gpu' in line)
-    names = re.search(r"custom-call\(([^)]*)\)", call)[1]
-    operands = [name.strip() for name in re.sub(r"/\*.*?\*/", "", names).split(",")]
-    made = {}
-    for name, rows in ((operands[2], 128 * 1536), (operands[5], 1024)):
-        line = re.search(rf"(?m)^\s*{re.escape(name)} = (\S+) (\S+?)\(", hlo)
-        made[rows] = line[2]
-        assert line[1].startswith(f"u8[{rows},1024]")
-    assert set(made.values()) <= {"bitcast", "parameter"}

@@ -1,4 +1,4 @@
-"""What mosaic_gpu_test compiles: the FP4 matmuls at any size."""
+"""What mosaic_gpu_aot_test compiles: the FP4 matmuls at any size."""
 
 import jax
 import jax.numpy as jnp
