@@ -1,1 +1,1 @@
-"""One new token per sequence attends to a packed FP4 KV cache; and its K and V are written there."""
+"""One new token per sequence attends to a packed FP4 KV cache, where its K and V are written."""

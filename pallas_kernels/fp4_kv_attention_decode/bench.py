@@ -44,7 +44,7 @@ def make(case: Case, seed: int) -> Arrays:
     caches, dtype = (cache(case, k_k), cache(case, k_v)), jnp.dtype(case.dtype)
     length = jnp.asarray(case.length, jnp.int32)
     pages = () if case.page is None else (_pages(case, k_pages),)
-    if case.record is False:
+    if not case.write:
         q = jax.random.normal(k_q, (case.B, case.H, case.K), jnp.float32).astype(dtype)
         return (q, *caches, length, *pages)
     shape = (case.B, case.J, case.K)
@@ -65,20 +65,18 @@ def run(case: Case, impl: str) -> Any:
         return op.attention_decode(q, k, v, length, impl=impl, page_table_BN=pages)
 
     def write(cache_k: Any, cache_v: Any, k: Any, v: Any, slot: Any, pages: Any = None) -> Any:
-        assert case.record is not True and case.record is not False
         return op.write(
             cache_k, cache_v, k, v, slot, impl=impl, record=case.record, page_table_BN=pages
         )
 
-    return attend if case.record is False else write
+    return write if case.write else attend
 
 
 def _reference(case: Case) -> Any:
-    if case.record is False:
+    if not case.write:
         return ref.attention_decode
 
     def write(cache_k: Any, cache_v: Any, k: Any, v: Any, slot: Any, pages: Any = None) -> Any:
-        assert case.record is not True and case.record is not False
         return ref_write.write(cache_k, cache_v, k, v, slot, pages, record=case.record)
 
     return write
@@ -111,7 +109,7 @@ def cost(case: Case) -> Cost:
     vector = width * format.element.BITS // 8 + width // format.block * format.scale_bytes
     vector += 4 * format.has_global
     vectors, table = 2 * case.J * vector, 4 * case.B * (case.page is not None)
-    if case.record is not False:
+    if case.write:
         kept = {None: 0, "codes": vector, "mantissa": vector - width * 3 // 8}[case.record]
         written = case.B * (vectors + 2 * case.J * kept)
         read = 2 * case.B * case.J * case.K * wide + 4 * case.B + table
@@ -123,7 +121,7 @@ def cost(case: Case) -> Cost:
 
 
 def _tolerance(case: Case) -> float:
-    if case.record is not False:
+    if case.write:
         return 0.0
     # float32: order of sums. Else weights are rounded to the dtype before or after their division
     # by the sum, and the result once more: a few ulp
@@ -131,8 +129,8 @@ def _tolerance(case: Case) -> float:
 
 
 def _bench(case: Case) -> Bench:
-    triton = case.record is False or rounding.unsupported(formats.get(case.format)) is None
-    plain = case.record is False and case.page is None and not case.small
+    triton = not case.write or rounding.unsupported(formats.get(case.format)) is None
+    plain = not case.write and case.page is None and not case.small
     return Bench(
         op=op.OP,
         case=case.name,

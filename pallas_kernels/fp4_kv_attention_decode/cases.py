@@ -4,11 +4,12 @@ Qwen3-30B-A3B has 32 query heads, 4 kv heads and heads of 128.
 """
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call of `attention_decode`; `record` not False: one of `write` with this record."""
+    """One call of `attention_decode`, or of `write`, where `lengths` are the slots."""
 
     name: str
     B: int  # sequences
@@ -20,7 +21,8 @@ class Case:
     page: int | None = None  # slots of a page; None: contiguous
     format: str = "nvfp4"
     dtype: str = "bfloat16"
-    record: str | None | bool = False
+    write: bool = False
+    record: str | None = None  # of a write
     small: bool = False
 
     @property
@@ -29,7 +31,11 @@ class Case:
         return self.lengths or (self.C,) * self.B
 
 
-def _small(name: str, lengths: tuple[int, ...], C: int, **fields) -> Case:
+def _written(name: str, slots: tuple[int, ...], C: int, **fields: Any) -> Case:
+    return _small(name, slots, C, write=True, **fields)
+
+
+def _small(name: str, lengths: tuple[int, ...], C: int, **fields: Any) -> Case:
     return Case(name=name, B=len(lengths), C=C, lengths=lengths, small=True, **fields)
 
 
@@ -62,12 +68,12 @@ ATTEND = (
 
 # of few slots: what is written does not depend on how many there are
 WRITE = (
-    _small("write", (0, 5, 9), 10, J=2, H=2, K=64, record=None),
-    _small("write_codes", (3, 0), 6, J=3, H=3, K=50, record="codes", dtype="float32"),
-    _small("write_mantissa", (1, 31), 32, J=4, H=4, K=128, record="mantissa"),
-    _small("write_mxfp4", (1, 3), 4, J=1, H=1, K=64, record="mantissa", format="mxfp4"),
-    _small("write_paged", (17, 3), 32, J=2, H=2, K=64, record="codes", page=8),
-    Case(name="write_b64", B=64, C=16, lengths=(7,) * 64, record="codes"),
-    Case(name="write_b64_mantissa", B=64, C=16, lengths=(7,) * 64, record="mantissa"),
+    _written("write", (0, 5, 9), 10, J=2, H=2, K=64),
+    _written("write_codes", (3, 0), 6, J=3, H=3, K=50, record="codes", dtype="float32"),
+    _written("write_mantissa", (1, 31), 32, J=4, H=4, K=128, record="mantissa"),
+    _written("write_mxfp4", (1, 3), 4, J=1, H=1, K=64, record="mantissa", format="mxfp4"),
+    _written("write_paged", (17, 3), 32, J=2, H=2, K=64, record="codes", page=8),
+    Case(name="write_b64", B=64, C=16, lengths=(7,) * 64, write=True, record="codes"),
+    Case(name="write_b64_mantissa", B=64, C=16, lengths=(7,) * 64, write=True, record="mantissa"),
 )
 CASES = (*ATTEND, *WRITE)

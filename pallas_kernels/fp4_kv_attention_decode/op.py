@@ -1,7 +1,7 @@
-"""Attention of one new token per sequence over a packed FP4 KV cache, and the write of its K and V.
+"""Attention of one new token per sequence over a packed FP4 KV cache; the write of its K and V.
 
-A cache is a `Packed` for K and one for V: leaves (B, C, J, ...) with C slots for each of B sequences
-and J kv heads, or pages (pages, page, J, ...) that a table (B, N) of page ids hands out.
+A cache is a `Packed` for K and one for V: leaves (B, C, J, ...) with C slots for each of B
+sequences and J kv heads, or pages (pages, page, J, ...) that a table (B, N) of page ids hands out.
 """
 
 import functools

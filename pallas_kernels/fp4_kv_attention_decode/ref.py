@@ -35,7 +35,7 @@ def attention_decode(
 
 
 def values(x: Packed, dtype: jax.typing.DTypeLike) -> Float[Array, "*A K"]:
-    """fl(element(code) * fl(scale * factor)) in float32, rounded to `dtype`: as the library does."""
+    """fl(element(code) * fl(scale * factor)) in float32, rounded to `dtype`."""
     step = x.format.steps(x.scales, None)
     step = step if x.factor is None else product(step, x.factor)
     codes = x.format.unpack_codes(x.codes)

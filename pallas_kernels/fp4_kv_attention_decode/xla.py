@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common import device
 from pallas_kernels.common.packed import Packed
-from trace_jax.formats.base import in_dtype, product
+from trace_jax.formats.base import in_dtype
 
 # Values decoded at a time. On a CPU 4 MiB of float32, which stay in its cache (4 times as many: 3
 # times slower); elsewhere enough to fill the device.
@@ -100,7 +100,9 @@ def _decode(x: Packed, dtype: jax.typing.DTypeLike) -> list[Float[Array, "B J C 
     """Values rounded to `dtype`, in float32: of even and of odd dimensions, or (8 bits) of all."""
     x = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 2, 1), x)
     step = x.format.steps(x.scales, None)
-    step = jax.lax.optimization_barrier(step if x.factor is None else step * x.factor)
+    step = step if x.factor is None else step * x.factor
+    # kept apart: its product must not be reassociated, nor each step be made once a value
+    step = jax.lax.optimization_barrier(step)
     whole = x.format.element.BITS == 8
     codes = [x.codes] if whole else [x.codes & 15, x.codes >> 4]
     step = jnp.repeat(step, x.format.span // len(codes), axis=-1)
