@@ -140,7 +140,7 @@ def _kernel(
                     total += jnp.dot(left, x.T, preferred_element_type=jnp.float32)
             return total
 
-        steps = jnp.where(group < groups, pl.cdiv(half, how.bytes), 0)
+        steps = (group < groups).astype(jnp.int32) * pl.cdiv(half, how.bytes)
         zeros = jnp.zeros((how.outputs, how.rows), jnp.float32)
         total = jax.lax.fori_loop(0, steps, step, zeros)
         factor = _factor(x_factor_ref, w_factor_ref, expert, first, start, own, rows, how)

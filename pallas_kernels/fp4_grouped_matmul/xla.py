@@ -1,8 +1,12 @@
-"""Grouped matmuls in plain XLA: a loop over tiles of rows, each of one group.
+"""Grouped matmuls in plain XLA: a loop over the groups that have rows, and over their tiles of rows.
 
-Tiles are cut where groups end (`schedule`), so the loop follows the rows that there are, and no row
-is moved. FP4 weights are decoded once for each group that has rows. `lax.ragged_dot` would be
-dense over the groups on CPU and in XLA:GPU's default lowering.
+Tiles are cut where groups end (`schedule`), so the loops follow the rows that there are, and no row
+is moved. Weights are decoded, or widened, once for each group that has rows. `lax.ragged_dot` would
+be dense over the groups on CPU and in XLA:GPU's default lowering.
+
+Operands are multiplied in float32 on CPU: XLA:CPU has no fast BF16 matmul inside a loop (measured
+10x slower). That changes no result: products of BF16 accumulate in float32 and are rounded once,
+either way.
 """
 
 from collections.abc import Callable
@@ -27,69 +31,89 @@ def fp4_grouped(
     out_dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "M O"]:
     """See `op.fp4_grouped_matmul`."""
-    narrow = operands.holds(x, w)
-    args = (x, w, _tiles(x.shape[0], group_sizes_E, block))
-    total_MO = jax.lax.platform_dependent(
-        *args,
-        cpu=lambda *args: _fp4_loop(*args, jnp.float32),
-        default=lambda *args: _fp4_loop(*args, narrow),
-    )
-    return total_MO.astype(out_dtype)
-
-
-def _fp4_loop(x: Any, w: Packed, tiles: Tiles, dtype: Any) -> Float[Array, "M O"]:
-    """float32, over the groups that have rows and their tiles."""
     width = operands.width(x, w)
-    x_MK = operands.value(x, dtype)[:, :width]
     x_factor = x.factor if isinstance(x, Packed) else None
-    order_E = jnp.argsort(tiles.count_E == 0, stable=True)  # groups with rows come first
 
-    def group(i, y_MO):
-        e = order_E[i]
-        w_OK = decode.of_group(w, e, dtype)[:, :width]
-        w_factor = None if w.factor is None else _at(w.factor, e).T
+    def loop(x, w, tiles, wide):
+        x_MK = operands.value(x, wide)[:, :width]
 
-        def tile(t, y_MO):
-            total = _dot(_rows(x_MK, tiles, t), w_OK.T, jnp.float32)
-            factor = x_factor if x_factor is None or len(x_factor) == 1 else _rows(x_factor, tiles, t)
-            return _write(y_MO, operands.scaled(total, factor, w_factor), tiles, t)
+        def group(e, y_MO):
+            w_OK = decode.of_group(w, e, wide)[:, :width]
+            w_factor = None if w.factor is None else w.factor[e if len(w.factor) > 1 else 0].T
 
-        return jax.lax.fori_loop(tiles.first_E[e], tiles.first_E[e] + tiles.count_E[e], tile, y_MO)
+            def tile(t, y_MO):
+                total = _dot(_rows(x_MK, tiles, t), w_OK.T)
+                shared = x_factor is None or len(x_factor) == 1
+                factor = x_factor if shared else _rows(x_factor, tiles, t)
+                y_bO = operands.scaled(total, factor, w_factor).astype(out_dtype)
+                return _write(y_MO, y_bO, tiles, t)
 
-    y_MO = jnp.zeros((x.shape[0], w.shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, jnp.sum(tiles.count_E > 0), group, y_MO)
+            return _over_tiles(tiles, e, tile, y_MO)
+
+        y_MO = jnp.zeros((x.shape[0], w.shape[1]), out_dtype)
+        return _floats(_over_groups(tiles, group, _bits(y_MO)), out_dtype)
+
+    args = x, w, _tiles(x.shape[0], group_sizes_E, block)
+    return _where_it_runs(loop, *args, narrow=operands.holds(x, w))
 
 
-def grouped(x_MK: Array, w_EOK: Array, sizes_E: Array, block: int) -> Float[Array, "M O"]:
+def grouped(
+    x_MK: Float[Array, "M K"], w_EOK: Float[Array, "E O K"], sizes_E: Int[Array, " E"], block: int
+) -> Float[Array, "M O"]:
     """See `op.grouped_matmul`."""
 
-    def loop(x_MK, w_EOK, tiles):
-        def body(t, y_MO):
-            w_OK = w_EOK[tiles.group_T[t]]
-            return _write(y_MO, _dot(_rows(x_MK, tiles, t), w_OK.T, x_MK.dtype), tiles, t)
+    def loop(x_MK, w_EOK, tiles, wide):
+        wide_MK, stored_EOK = x_MK.astype(wide), _bits(w_EOK)
 
-        return jax.lax.fori_loop(0, tiles.used, body, jnp.zeros((len(x_MK), w_EOK.shape[1]), x_MK.dtype))
+        def group(e, y_MO):
+            w_OK = _floats(stored_EOK[e], x_MK.dtype).astype(wide)
 
-    return _on_cpu_in_float32(loop, x_MK, w_EOK, _tiles(len(x_MK), sizes_E, block))
+            def tile(t, y_MO):
+                y_bO = _dot(_rows(wide_MK, tiles, t), w_OK.T)
+                return _write(y_MO, y_bO.astype(x_MK.dtype), tiles, t)
+
+            return _over_tiles(tiles, e, tile, y_MO)
+
+        y_MO = jnp.zeros((len(x_MK), w_EOK.shape[1]), x_MK.dtype)
+        return _floats(_over_groups(tiles, group, _bits(y_MO)), x_MK.dtype)
+
+    args = x_MK, w_EOK, _tiles(len(x_MK), sizes_E, block)
+    return _where_it_runs(loop, *args, narrow=x_MK.dtype)
 
 
 def grouped_backward(
-    dy_MO: Array, x_MK: Array, w_EOK: Array, sizes_E: Array, block: int
+    dy_MO: Float[Array, "M O"],
+    x_MK: Float[Array, "M K"],
+    w_EOK: Float[Array, "E O K"],
+    sizes_E: Int[Array, " E"],
+    block: int,
 ) -> tuple[Float[Array, "M K"], Float[Array, "E O K"]]:
     """dx and dw."""
 
-    def loop(dy_MO, x_MK, w_EOK, tiles):
-        def body(t, carry):
+    def loop(dy_MO, x_MK, w_EOK, tiles, wide):
+        dtype, stored_EOK = x_MK.dtype, _bits(w_EOK)
+        wide_MO, wide_MK = dy_MO.astype(wide), x_MK.astype(wide)
+
+        def group(e, carry):
+            w_OK = _floats(stored_EOK[e], x_MK.dtype).astype(wide)
+
+            def tile(t, carry):
+                dx_MK, total_OK = carry
+                dy, x = _own(wide_MO, tiles, t), _own(wide_MK, tiles, t)
+                dx_bK = _dot(dy, w_OK).astype(dtype)
+                return _write(dx_MK, dx_bK, tiles, t), total_OK + _dot(dy.T, x)
+
             dx_MK, dw_EOK = carry
-            e = tiles.group_T[t]
-            dy, x = _own(dy_MO, tiles, t), _own(x_MK, tiles, t)
-            dx_MK = _write(dx_MK, _dot(dy, w_EOK[e], x.dtype), tiles, t)
-            return dx_MK, dw_EOK.at[e].add(_dot(dy.T, x, jnp.float32))
+            inner = dx_MK, jnp.zeros(w_OK.shape, jnp.float32)
+            dx_MK, total_OK = _over_tiles(tiles, e, tile, inner)
+            return dx_MK, dw_EOK.at[e].set(_bits(total_OK.astype(dtype)))
 
-        zeros = jnp.zeros_like(x_MK), jnp.zeros(w_EOK.shape, jnp.float32)
-        return jax.lax.fori_loop(0, tiles.used, body, zeros)
+        zeros = _bits(jnp.zeros_like(x_MK)), _bits(jnp.zeros_like(w_EOK))
+        dx_MK, dw_EOK = _over_groups(tiles, group, zeros)
+        return _floats(dx_MK, dtype), _floats(dw_EOK, dtype)
 
-    return _on_cpu_in_float32(loop, dy_MO, x_MK, w_EOK, _tiles(len(x_MK), sizes_E, block))
+    args = dy_MO, x_MK, w_EOK, _tiles(len(x_MK), sizes_E, block)
+    return _where_it_runs(loop, *args, narrow=x_MK.dtype)
 
 
 def _tiles(rows: int, sizes_E: Array, block: int) -> Tiles:
@@ -97,35 +121,41 @@ def _tiles(rows: int, sizes_E: Array, block: int) -> Tiles:
     return schedule.cut(sizes_E, rows=rows, size=size, block=block)
 
 
-def _on_cpu_in_float32(loop: Callable[..., Any], *operands: Any) -> Any:
-    """Runs a loop of matmuls in the operands' dtype, on CPU in float32.
-
-    XLA:CPU has no fast BF16 matmul inside a loop (measured 10x slower than float32), so there the
-    operands are widened before and the results narrowed after it. That changes no result: products
-    of BF16 accumulate in float32 and are rounded once, either way.
-    """
-    dtype = operands[0].dtype
-
-    def widened(*operands: Any) -> Any:
-        *arrays, tiles = operands
-        return jax.tree.map(
-            lambda a: a.astype(dtype), loop(*(a.astype(jnp.float32) for a in arrays), tiles)
-        )
-
-    def plain(*operands: Any) -> Any:
-        return jax.tree.map(lambda a: a.astype(dtype), loop(*operands))
-
-    return jax.lax.platform_dependent(*operands, cpu=widened, default=plain)
+def _where_it_runs(loop: Callable[..., Any], *args: Any, narrow: Any) -> Any:
+    """loop(*args, dtype of the products)."""
+    return jax.lax.platform_dependent(
+        *args,
+        cpu=lambda *args: loop(*args, jnp.float32),
+        default=lambda *args: loop(*args, narrow),
+    )
 
 
-def _dot(a: Array, b: Array, dtype: Any) -> Array:
+def _over_groups(tiles: Tiles, body: Callable[..., Any], carry: Any) -> Any:
+    """body(group, carry) for each group that has rows."""
+    order_E = jnp.argsort(tiles.count_E == 0, stable=True)
+    used = jnp.sum(tiles.count_E > 0)
+    return jax.lax.fori_loop(0, used, lambda i, carry: body(order_E[i], carry), carry)
+
+
+def _over_tiles(tiles: Tiles, e: Array, body: Callable[..., Any], carry: Any) -> Any:
+    """body(tile, carry) for each tile of a group."""
+    first = tiles.first_E[e]
+    return jax.lax.fori_loop(first, first + tiles.count_E[e], body, carry)
+
+
+def _dot(a: Array, b: Array) -> Array:
     precision = "highest" if a.dtype == jnp.float32 else None  # not TF32, not one BF16 pass
-    total = jnp.matmul(a, b, precision=precision, preferred_element_type=jnp.float32)
-    return total.astype(dtype)
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _at(a: Array, i: Array) -> Array:
-    return jax.lax.dynamic_index_in_dim(a, i if len(a) > 1 else 0, keepdims=False)
+def _bits(a: Array) -> Array:
+    """16-bit floats as integers: to slice or update BF16 arrays, XLA:CPU widens all of them."""
+    return jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype.itemsize == 2 else a
+
+
+def _floats(a: Array, dtype: Any) -> Array:
+    """Inverse of `_bits`."""
+    return jax.lax.bitcast_convert_type(a, dtype)
 
 
 def _first(tiles: Tiles, t: Array, rows: int) -> Array:
@@ -151,6 +181,7 @@ def _own(a_MK: Array, tiles: Tiles, t: Array) -> Array:
 
 
 def _write(y_MO: Array, rows_bO: Array, tiles: Tiles, t: Array) -> Array:
+    rows_bO = _bits(rows_bO)
     first = _first(tiles, t, len(y_MO))
     if not tiles.whole:
         before = jax.lax.dynamic_slice_in_dim(y_MO, first, tiles.size)
