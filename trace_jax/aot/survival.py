@@ -10,6 +10,7 @@ computed from is searched for *decisions* of that site:
     conversion to a type of 8 or 4 bits    x.astype(float4_e2m1fn)
     conversion to BF16, reduce-precision   the source of the weights; the value in its dtype
     floor, ceil, round                     integer formats
+    a kernel                               all of the above in one; compilers do not look into it
 
 Comparisons with a literal (x < 0) decide no rounding and may be simplified away, so they do not
 count. A decision that is written and no longer found behind *every* copy of the site's value was
@@ -92,6 +93,7 @@ def decisions(text: str) -> dict[Site, list[Decisions]]:
     values: dict[Site, list[Node]] = {}
     for instruction in graph.instructions():
         computes = instruction.dtype in _FLOATS and instruction.opcode not in LAYOUT
+        computes = computes or instruction.opcode == "custom-call"  # a kernel; it gives a tuple
         if not computes or instruction.opcode in ("fusion", "parameter", "constant"):
             continue
         for node in graph.places(instruction):
@@ -157,6 +159,9 @@ def _decision(graph: Graph, node: Node) -> str | None:
         return None if bits[1] == "23" else f"to {bits[0]} exponent and {bits[1]} mantissa bits"
     if opcode in _ROUND:
         return opcode
+    if opcode == "custom-call":
+        kernel = re.search(r'custom_call_target="[^"]*(triton|mosaic|tpu)[^"]*"', attributes)
+        return f"kernel of {kernel[1]}" if kernel else None
     if opcode == "convert" and _NARROW.match(instruction.dtype):
         source = graph.sources(node)[0].instruction
         return f"to {instruction.dtype}" if source.dtype in _FLOATS else None
