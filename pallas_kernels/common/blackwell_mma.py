@@ -15,6 +15,7 @@ tensor memory of its own and the ring's position is told apart by branches.
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ from pallas_kernels.common.blackwell import CHUNK, DEPTH, SIDE, Operands, Proble
 
 _LOADER, _ISSUER = 0, 1  # warps of the first warpgroup; the second one stores
 _MULTIPROCESSORS = 148  # of a B200
+# jax 0.10 wants an index beside the reference, 0.12 takes none
+_WHOLE: dict[str, Any] = {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}
 
 
 def run(
@@ -53,6 +56,8 @@ def run(
         cluster=(2,) if tiling.pair else (),
         cluster_names=("pair",) if tiling.pair else (),
         kernel_name="block_scaled_matmul",
+        # `_codes` relies on how this way of lowering lays out a union
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     of = operands
     weights = (of.w, kernel.scales(of.w_scales), of.w_factor)
@@ -123,10 +128,8 @@ class _Kernel:
 
             @pl.when(thread == 0)
             def _():
-                @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-                def _():
-                    warp = jax.lax.axis_index("warp")
-
+                @plgpu.warp_map
+                def _(warp):
                     @pl.when(warp == _LOADER)
                     def _():
                         self.load(nth, (tile, o_tile, expert, row), w, ws, x, xs, scratch)
@@ -199,7 +202,7 @@ class _Kernel:
             plgpu.tcgen05_mma(
                 scratch["acc"].at[:, pl.ds(slot * t.tokens, t.tokens)],
                 w_smem.at[stage],
-                plgpu.transpose_ref(x_smem.at[stage], (1, 0)),
+                x_smem.at[stage].transpose((1, 0)),
                 scratch["empty"].at[stage],
                 a_scale=w_scales,
                 b_scale=x_scales,
@@ -223,15 +226,14 @@ class _Kernel:
         tile, o_tile, expert, row, rows, member = place
         slot = jax.lax.rem(nth, t.slots)
         layout = plgpu.Layout.TCGEN05_TMEM_NATIVE(1)  # a lane has an output
-        load = functools.partial(plgpu.load, optimized=False)
         factors = fw.at[pl.ds(of.w_factor(expert, o_tile, member), SIDE)]
-        w_factor = load(factors, (), layout=layout.reduce(1))
+        w_factor = _load(factors, layout.reduce(1))
         plgpu.barrier_wait(scratch["done"].at[slot])
         for nth_chunk, first in enumerate(range(0, t.tokens, CHUNK)):
             columns = pl.ds(slot * t.tokens + first, CHUNK)
             total = plgpu.async_load_tmem(scratch["acc"].at[:, columns], layout=layout)
             factors = fx.at[pl.ds(of.x_factor(tile, first), CHUNK)]
-            x_factor = load(factors, (), layout=layout.reduce(0))
+            x_factor = _load(factors, layout.reduce(0))
             if first + CHUNK == t.tokens:
                 plgpu.wait_load_tmem()
                 plgpu.barrier_arrive(scratch["freed"].at[slot])
@@ -240,7 +242,7 @@ class _Kernel:
             whole = t.tokens > CHUNK
             smem = scratch["out_smem"].at[nth_chunk % 2 if whole else jax.lax.rem(nth, 2)]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            plgpu.transpose_ref(smem, (1, 0))[...] = y
+            smem.transpose((1, 0))[...] = y
             plgpu.commit_smem()
 
             def copy(start, size, smem=smem, first=first):
@@ -267,6 +269,11 @@ def _codes(stages: int, rows: int) -> Any:
         plgpu.SMEM((stages, rows, DEPTH // 2), jnp.uint8, transforms=(swizzle,)),
         plgpu.SMEM((stages, rows, DEPTH), jnp.float4_e2m1fn, transforms=(tiles, swizzle)),
     )
+
+
+def _load(ref, layout):
+    """Numbers from global memory."""
+    return plgpu.load(ref, **_WHOLE, layout=layout, optimized=False)
 
 
 def _spread(factor, axis, *, shape, layout):
