@@ -35,7 +35,8 @@ def fp4_grouped_matmul(
     Args:    x: packed rows (W4A4, W4A8), factor (M, 1), (1, 1) or None; or BF16 or float32 (W4A16).
              w: packed (E, O, K), factor (E, 1, 1), (E, O, 1) or None.
              group_sizes_E: rows of each group, in order; may be 0; sum <= M.
-             impl: "xla" | "triton" | "mosaic_gpu" (NVFP4 x NVFP4, MXFP4 x MXFP4) | "triton_interpret".
+             impl: "xla" | "triton" | "triton_interpret" | "mosaic_gpu" (NVFP4 x NVFP4 or MXFP4 x
+             MXFP4 only).
              block: a promise that each size is a multiple of it, as in the library's blocked rows.
     Returns: (M, O) in `out_dtype`; rows past the last group are exactly 0. No cost grows with E
              but a few operations on the sizes.

@@ -62,7 +62,7 @@ def cut(
 
 
 def loop_rows(rows: int, groups: int, block: int) -> int:
-    """Rows of a tile in a loop over tiles: a block of the layout, or about the mean group's rows."""
+    """Rows of a tile in a loop over tiles: a block of the layout, or those of a mean group."""
     if block >= 8:
         return block
     mean = 1 << max(rows // groups, 1).bit_length() - 1

@@ -1,4 +1,4 @@
-"""Grouped matmuls in plain XLA: a loop over the groups that have rows, and over their tiles of rows.
+"""Grouped matmuls in plain XLA: a loop over the groups that have rows, and over their tiles.
 
 Tiles are cut where groups end (`schedule`), so the loops follow the rows that there are, and no row
 is moved. Weights are decoded, or widened, once for each group that has rows. `lax.ragged_dot` would

@@ -1,4 +1,5 @@
 """Decoding of packed rows in XLA."""
+
 import jax
 from jaxtyping import Array, Float
 

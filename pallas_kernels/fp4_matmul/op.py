@@ -22,7 +22,8 @@ def fp4_matmul(
              float32, rounded once.
     Args:    x: packed rows (W4A4, W4A8), factor (M, 1), (1, 1) or None; or BF16 or float32 (W4A16).
              w: packed (O, K), factor (O, 1), (1, 1) or None.
-             impl: "xla" | "triton" | "mosaic_gpu" (NVFP4 x NVFP4, MXFP4 x MXFP4) | "triton_interpret".
+             impl: "xla" | "triton" | "triton_interpret" | "mosaic_gpu" (NVFP4 x NVFP4 or MXFP4 x
+             MXFP4 only).
     Returns: (M, O) in `out_dtype`. K of one side may be padded with zeros to its blocks.
     Raises:  ValueError, TypeError for operands that do not fit; NotImplementedError for an `impl`
              that cannot run them.
