@@ -117,12 +117,3 @@ def test_an_expert_that_no_token_was_sent_to_gets_exactly_zero_gradient(params):
         assert np.all(np.isfinite(leaf)) and np.any(np.asarray(leaf) != 0)
     processed = int(batch.valid_BT[:, 1:].sum())
     assert float(counts["parity/route_mismatch"].count) == MODEL.layers * processed
-
-
-def test_token_logprobs_are_of_the_softmax_at_the_temperature():
-    logits = np.random.default_rng(0).standard_normal((1, 2, 5)).astype(np.float32)
-    tokens = np.array([[3, 0]], np.int32)
-    got = policy.token_logprobs(jnp.asarray(logits), jnp.asarray(tokens), 0.5)
-    e = np.exp(logits.astype(np.float64) / 0.5)
-    want = [np.log(e[0, s, t] / e[0, s].sum()) for s, t in enumerate(tokens[0])]
-    np.testing.assert_allclose(got[0], want, atol=1e-6)

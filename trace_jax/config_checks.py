@@ -4,7 +4,6 @@ A section refuses what it can know alone. `config` refuses what takes several se
 what holds for training only: evaluation samples with `top_p`, or a group of one.
 """
 
-import dataclasses
 import re
 from typing import Any
 
@@ -14,6 +13,15 @@ from trace_jax.checks import require
 from trace_jax.field_checks import check
 from trace_jax.guidance import record
 from trace_jax.model_checks import quant_on_model
+
+KERNELS = {  # kernels of each op, beside their interpreted forms
+    "fake_quant": ("xla", "triton", "mosaic_tpu"),
+    "grouped_matmul": ("xla", "triton"),
+    "token_logprob": ("xla", "triton", "mosaic_tpu"),
+    "quantize": ("xla", "triton", "mosaic_tpu"),
+    "fp4_matmul": ("xla", "triton", "mosaic_gpu"),
+    "kv_attention": ("xla", "triton"),
+}
 
 
 def quant(section: Any) -> None:
@@ -207,9 +215,12 @@ def run(section: Any) -> None:
 
 
 def kernels(section: Any) -> None:
-    """Names of implementations; whether the device has them shows when the stages are built."""
-    ops = [field.name for field in dataclasses.fields(section) if field.name != "debug"]
-    check(section, "config.kernels", choices=dict.fromkeys(ops, IMPLS))
+    """What each op has; whether the device can run it shows when the stages are built."""
+    interpreted = {
+        op: tuple(i for i in IMPLS if i.removesuffix("_interpret") in has)
+        for op, has in KERNELS.items()
+    }
+    check(section, "config.kernels", choices=interpreted)
 
 
 def config(section: Any) -> None:

@@ -99,7 +99,8 @@ def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> d
         graceful_stop() as stop,
     ):
         start = config.run.init_from or "random parameters"
-        write_atomic(rundir.root / "audit.txt", f"{audit}\npolicy at the start: {start}\n")
+        text = f"{audit}\npolicy at the start: {start}\n{stages.kernels_text(config.kernels)}\n"
+        write_atomic(rundir.root / "audit.txt", text)
         resumed = _restore(position, checkpoints)
         resume = position.resume if resumed else None
         with MetricsWriter(rundir, config.run.tensorboard, resume) as metrics:

@@ -18,8 +18,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool
 
+from pallas_kernels.token_logprob.op import token_logprobs
 from trace_jax import config as cfg
 from trace_jax import layer_kinds, stacks
 from trace_jax.checks import require
@@ -68,9 +69,9 @@ def make_log_probs(
         params: Params, batch: Batch, follow: dict[str, Bool[Array, " L"]] | None = None
     ) -> tuple[Array, dict[str, Mean]]:
         _check_records(batch, model, quant)
-        tokens_BS, valid_BS = batch.tokens_BT[:, :-1], batch.valid_BT[:, 1:]
-        position_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
-        x_BSD = transformer.embed_tokens(params, tokens_BS, dtype)
+        read_BS, valid_BS = batch.tokens_BT[:, :-1], batch.valid_BT[:, 1:]
+        position_BS = jnp.broadcast_to(jnp.arange(read_BS.shape[1]), read_BS.shape)
+        x_BSD = transformer.embed_tokens(params, read_BS, dtype)
         counts: dict[str, Mean] = {}
 
         def body(x_BSD: Array, plan: qat_plan.LayerPlan, layer: Params, inputs: dict[str, Any]):
@@ -85,8 +86,17 @@ def make_log_probs(
                 stack = stacks.cut(model, segment, params["layers"])
                 x_BSD, stacked = stacks.scan(segment, body, x_BSD, stack, inputs)
             _add_up(counts, stacked)
-        logits = transformer.head_logits(model, params, x_BSD)
-        return token_logprobs(logits, batch.tokens_BT[:, 1:], temperature), counts
+        x_BSD = transformer.final_norm(model, params, x_BSD)
+        tokens_BS = batch.tokens_BT[:, 1:]
+        with jax.named_scope("token_logprob"):
+            found = token_logprobs(
+                x_BSD.reshape(-1, x_BSD.shape[-1]),
+                transformer.head(params),
+                tokens_BS.reshape(-1),
+                impl=kernels.token_logprob,
+                temperature=temperature,
+            )
+        return found.logprob_M.reshape(tokens_BS.shape), counts
 
     return log_probs
 
@@ -100,15 +110,6 @@ def _add_up(counts: dict[str, Mean], stacked: dict[str, stacks.Rows]) -> None:
                 counts[f"{CODED}{path}"] = Mean(total=total_L[row], count=count_L[row])
         of_segment = Mean(total=jnp.sum(total_L), count=jnp.sum(count_L))
         counts[name] = counts[name] + of_segment if name in counts else of_segment
-
-
-def token_logprobs(
-    logits_BSV: Float[Array, "B S V"], tokens_BS: Int[Array, "B S"], temperature: float
-) -> Float[Array, "B S"]:
-    """log softmax(logits / temperature) at the given tokens, nats."""
-    scaled = logits_BSV / jnp.float32(temperature)
-    chosen = jnp.take_along_axis(scaled, tokens_BS[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(scaled, axis=-1)
 
 
 def _check_records(batch: Batch, model: cfg.Model, quant: cfg.Quant) -> None:
@@ -252,6 +253,7 @@ class _Layer:
             kind=self.quant.guide,
             scale_bits=self.quant.guide_scale_bits,
             global_bits=self.quant.guide_global_bits,
+            impl=self.kernels.fake_quant,
         )
         guided = self.quant.trainer == "trace"
         with jax.named_scope(f"quantize[{name}]"):

@@ -11,9 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.common import device
+from pallas_kernels.common.debug import checked
+from pallas_kernels.common.impls import choose
 from trace_jax import config as cfg
 from trace_jax import parity, policy, sources, update, weight_sync
 from trace_jax.checks import require
+from trace_jax.config_checks import KERNELS
 from trace_jax.data import batching
 from trace_jax.data.prompts import PromptSets, build_prompts
 from trace_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -52,7 +56,12 @@ class Stages:
 
 
 def build(config: cfg.Config) -> Stages:
-    """Builds the stages. Reads the data, compiles nothing yet."""
+    """Builds the stages. Reads the data, compiles nothing yet.
+
+    Raises: ValueError, FileNotFoundError for the user's own errors; NotImplementedError for an
+            implementation that this device cannot run.
+    """
+    _require_kernels(config.kernels)
     tokenizer = load_tokenizer(config.data.tokenizer)
     sources.require_tokenizer_fits(tokenizer.vocab_size, config.model, "config.data.tokenizer")
     prompts = build_prompts(config.data, tokenizer, config.seed)
@@ -69,6 +78,18 @@ def build(config: cfg.Config) -> Stages:
     )
     key = jax.random.key(config.seed)
     return Stages(config=config, tokenizer=tokenizer, prompts=prompts, key=key, **programs)
+
+
+def _require_kernels(kernels: cfg.Kernels) -> None:
+    for op in KERNELS:
+        impl = getattr(kernels, op)
+        choose(f"config.kernels.{op}", impl, {impl.removesuffix("_interpret"): None})
+
+
+def kernels_text(kernels: cfg.Kernels) -> str:
+    """What each op runs as, for the record of a run."""
+    ops = ", ".join(f"{op} {getattr(kernels, op)}" for op in KERNELS)
+    return f"kernels on {device.current()}: {ops}{', values checked' if kernels.debug else ''}"
 
 
 @functools.lru_cache(maxsize=16)
@@ -104,7 +125,7 @@ def _programs(
         return loss.supervised_loss(plain_log_probs(params, batch)[0], batch)
 
     return {
-        "log_probs": jax.jit(log_probs),
+        "log_probs": checked(log_probs) if kernels.debug else jax.jit(log_probs),
         "supervised_step": update.make_train_step(
             supervised_loss, update.make_optimizer(*warm_args)
         ),

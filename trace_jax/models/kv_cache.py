@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.common.packed import Packed
+from pallas_kernels.fp4_kv_attention_decode import op
 from trace_jax.formats import Format
 from trace_jax.formats.base import in_dtype
 from trace_jax.guidance import codec
 from trace_jax.guidance.record import Coding, SiteRecord
+from trace_jax.models import attention
 from trace_jax.qat.sites import Site, record_site
 
 
@@ -60,6 +63,65 @@ def write(cache: Any, layer: Array, slot_B: Int[Array, " B"], new: Any) -> Any:
     """Stores one token per sequence: leaves of `new` are (B, 1, J, ...)."""
     rows = jnp.arange(slot_B.shape[0])
     return jax.tree.map(lambda c, n: c.at[layer, rows, slot_B].set(n[:, 0]), cache, new)
+
+
+def write_by_kernel(
+    cache: Any,
+    layer: Array,
+    slot_B: Int[Array, " B"],
+    k: Array,
+    v: Array,
+    format: Format,
+    impl: str,
+) -> Any:
+    """Quantises and stores one token per sequence, K and V (B, 1, J, K), in one kernel."""
+    pages, table_B1 = _pages(cache, layer, format)
+    new = (k[:, 0], v[:, 0], slot_B)
+    *written, _ = op.write(*pages, *new, impl=impl, record=None, page_table_BN=table_B1)
+    packed = zip(("k", "v"), written, strict=True)
+    stored = {
+        n: SiteRecord(bits=p.codes, scales=p.scales, global_scale=p.factor) for n, p in packed
+    }
+    return jax.tree.map(lambda leaf, old: leaf.reshape(old.shape), stored, cache)
+
+
+def attend(
+    q_B1HK: Float[Array, "B 1 H K"],
+    cache: Any,
+    layer: Array,
+    length_B: Int[Array, " B"],
+    format: Format | None,
+    impl: str,
+) -> Float[Array, "B 1 H K"]:
+    """Attention of one token per sequence over the first `length_B` slots of one layer's cache."""
+    if format is None:
+        k, v = (leaf.astype(q_B1HK.dtype) for leaf in (read(cache, layer)[n] for n in ("k", "v")))
+        visible_BC = jnp.arange(k.shape[1])[None, :] < length_B[:, None]
+        return attention.attend(q_B1HK, k, v, visible_BC[:, None, :])
+    if impl == "xla":
+        k, v = (_packed(read(cache, layer)[n], format) for n in ("k", "v"))
+        out = op.attention_decode(q_B1HK[:, 0], k, v, length_B, impl=impl)
+    else:
+        (k, v), table_B1 = _pages(cache, layer, format)
+        out = op.attention_decode(q_B1HK[:, 0], k, v, length_B, impl=impl, page_table_BN=table_B1)
+    return out[:, None]
+
+
+def _pages(cache: Any, layer: Array, format: Format) -> tuple[tuple[Packed, Packed], Array]:
+    """The cache of all layers as pages, one a layer and sequence, and the layer's table (B, 1).
+
+    A kernel takes whole arrays: a slice of one layer would be copied for it at every step.
+    """
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), cache)
+    B = jax.tree.leaves(cache)[0].shape[1]
+    table_B1 = (layer * B + jnp.arange(B, dtype=jnp.int32))[:, None]
+    return (_packed(flat["k"], format), _packed(flat["v"], format)), table_B1
+
+
+def _packed(stored: SiteRecord, format: Format) -> Packed:
+    """A cache's codes as kernels take them."""
+    factor = None if stored.global_scale is None else format.decode_scale(stored.global_scale)
+    return Packed(codes=stored.bits, scales=stored.scales, factor=factor, format=format)
 
 
 def read(cache: Any, layer: Array) -> Any:

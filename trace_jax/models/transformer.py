@@ -275,9 +275,16 @@ def head_logits(
     model: cfg.Model, params: Params, x_BTD: Float[Array, "B T D"]
 ) -> Float[Array, "B T V"]:
     """Logits: final norm, then the head (or transposed embedding), accumulated in float32."""
-    x = norm(model, x_BTD, params["final_norm"])
+    x = final_norm(model, params, x_BTD)
     weight = head(params).astype(x.dtype).astype(jnp.float32)
     return x.astype(jnp.float32) @ weight.T
+
+
+def final_norm(
+    model: cfg.Model, params: Params, x_BTD: Float[Array, "B T D"]
+) -> Float[Array, "B T D"]:
+    """What the head multiplies."""
+    return norm(model, x_BTD, params["final_norm"])
 
 
 def head(params: Params) -> Float[Array, "V D"]:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from pallas_kernels.common.impls import IMPLS
 from trace_jax import formats
 from trace_jax.checks import require
 from trace_jax.formats import Format
@@ -59,6 +60,7 @@ class Rule:
     out: int | tuple[int, ...] | None = None  # the matrix's other axes; the rest enumerate matrices
     share_scale: Names = ()  # sibling weights with one global scale, such as gate and up
     bypass: Names = ()  # submodules that still get the input as it was (a router)
+    impl: str = "xla"  # what rounds inputs, outputs and tensors, see docs/kernels.md
 
     def __post_init__(self) -> None:
         where = f"qat.Rule {self.pattern!r}"
@@ -81,6 +83,7 @@ class Rule:
         kinds = [*KINDS, None]
         require(self.guide in kinds, f"{where}: guide", self.guide, f"one of {kinds}")
         require(self.ste in STE, f"{where}: ste", self.ste, f"one of {list(STE)}")
+        require(self.impl in IMPLS, f"{where}: impl", self.impl, f"one of {list(IMPLS)}")
         for name, choices in (("scale_bits", SCALE_BITS), ("global_bits", GLOBAL_BITS)):
             value = getattr(self, name)
             require(value in choices, f"{where}: {name}", value, f"one of {list(choices)}")

@@ -250,6 +250,7 @@ class _Book:
                     ste=rule.ste,
                     scale_bits=rule.scale_bits,
                     global_bits=rule.global_bits,
+                    impl=rule.impl,
                 )
                 around = rule.bypass if seen.what == "input" else ()
                 plan = SitePlan(site=site, guided=rule.guide is not None, bypass=around)

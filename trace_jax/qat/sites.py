@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt8
 
+from pallas_kernels.fake_quant.op import fake_quant
+from pallas_kernels.fake_quant.types import OF_BLOCKS, OF_VALUES, Recorded
 from trace_jax.checks import require
 from trace_jax.formats import Format
 from trace_jax.formats.base import in_dtype, largest, parity
@@ -45,6 +47,7 @@ class Site:
     ste: str = "plain"  # "plain": the gradient passes; "clipped": not where the value saturated
     scale_bits: int = 8  # of the guidance, see `guidance.record.Coding`
     global_bits: int = 32
+    impl: str = "xla"  # what rounds: see `pallas_kernels.fake_quant`; all give the same bits
 
     def __post_init__(self) -> None:
         require(self.ste in STE, "qat: ste", self.ste, f"one of {list(STE)}")
@@ -125,6 +128,8 @@ def quantize_site(
              guided: follow the record; otherwise it is only compared with.
     Returns: the value in the dtype of x, and the counts.
     """
+    if site.impl != "xla":
+        return _by_kernel(x, record, valid, site, guided)
     format, width = site.format, x.shape[-1]
     exact = format.pad(jax.lax.stop_gradient(x).astype(jnp.float32))
     codes, own_scales, own_global = own_rounding(exact, format)
@@ -159,6 +164,41 @@ def quantize_site(
         return straight_through(x, value), stats
     largest = jnp.float32(format.element.MAX) * step
     return masked_straight_through(x, value, (jnp.abs(exact) <= largest)[..., :width]), stats
+
+
+def _by_kernel(
+    x: Array, record: SiteRecord | None, valid: Array, site: Site, guided: bool
+) -> tuple[Array, SiteStats]:
+    """`quantize_site` in one kernel, which reads the packed record.
+
+    Scales of which a record keeps only some bits are decoded before.
+    """
+    recorded, undecoded = None, None
+    if record is not None:
+        scales, global_ = record.scales, record.global_scale
+        if (site.scale_bits, site.global_bits) != (8, 32):
+            exact = site.format.pad(jax.lax.stop_gradient(x).astype(jnp.float32))
+            outcome = codec.decode(record, exact, format=site.format, coding=site.coding)
+            scales, global_ = outcome.scales, outcome.global_scale
+            undecoded = (outcome.failed & valid).astype(jnp.int32)
+        recorded = Recorded(bits=record.bits, scales=scales, global_scale=global_)
+    how = {"format": site.format, "kind": site.kind, "ste": site.ste, "impl": site.impl}
+    with jax.named_scope("value"):
+        value, each = fake_quant(x, recorded, valid, guided=guided, **how)
+    if undecoded is not None:
+        each = dataclasses.replace(each, undecoded=undecoded)
+    rows = jnp.sum(valid, dtype=jnp.float32)
+    blocks = site.format.padded(x.shape[-1]) // site.format.block
+
+    def mean(name: str, a_row: int) -> Mean:
+        total = jnp.sum(getattr(each, name), dtype=jnp.float32)
+        return Mean(total=total, count=rows * jnp.float32(a_row))
+
+    of_row = dict.fromkeys(OF_VALUES, x.shape[-1]) | dict.fromkeys(OF_BLOCKS, blocks)
+    # a block is saturated at the largest scale only if no global scale stretches the range
+    of_row |= {"undecoded": 1, "saturated_blocks": blocks * (not site.format.has_global)}
+    counted = {n: mean(n, a_row) for n, a_row in of_row.items() if getattr(each, n) is not None}
+    return value, SiteStats(**counted)
 
 
 def record_site(x: Float[Array, "*A K"], site: Site) -> SiteRecord:

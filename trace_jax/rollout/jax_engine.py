@@ -12,6 +12,7 @@ float32, of the policy that sampled.
 
 import collections
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from pallas_kernels.common.debug import checked
 from trace_jax import config as cfg
 from trace_jax import stacks
 from trace_jax.checks import require
@@ -86,7 +88,7 @@ def make_generate(
         "sample from the full distribution; the log-probabilities are of that distribution",
     )
     core = Core(model, quant, rollout, tuple(stop_ids), pad_id, kernels=kernels)
-    sample = jax.jit(core.sample, static_argnames=("samples",))
+    sample = _checked(core) if kernels.debug else jax.jit(core.sample, static_argnames="samples")
 
     def generate(
         weights: SamplerWeights, prompts: Sequence[Prompt], samples: int, key: jax.Array
@@ -101,6 +103,12 @@ def make_generate(
         )
 
     return generate
+
+
+def _checked(core: "Core") -> Callable[..., unpad.Sampled]:
+    """`core.sample` with the ops' checks of values."""
+    of = functools.cache(lambda samples: checked(partial(core.sample, samples=samples)))
+    return lambda *arrays, samples: of(samples)(*arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +263,8 @@ class Core:
 
         def body(carry, plan, layer, inputs):
             x, cache = carry
-            mix = layers.decode_mix(self.model, plan, cache, inputs["row"], slot_B, active_B)
+            where = (inputs["row"], slot_B, active_B, self.kernels.kv_attention)
+            mix = layers.decode_mix(self.model, plan, cache, *where)
             feed = layers.make_feed(self.model, plan, self.spec, active_B1, self.kernels)
             x, kept = view(plan.kind, layer)(x, slot_B[:, None], mix, feed)
             return (x, kept.mix), _outputs(kept, active_B1)

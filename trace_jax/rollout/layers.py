@@ -64,12 +64,13 @@ def decode_mix(
     row: Int[Array, ""],
     slot_B: Int[Array, " B"],
     active_B: Bool[Array, " B"],
+    impl: str = "xla",
 ) -> Mix:
     """Mixes one token a sequence; hands back the cache with it.
 
     Args: row: of the layer in the cache. slot_B: where the token stands. active_B: rows that are
           not active leave the state of Gated DeltaNet as it is; what they write into the KV cache
-          nobody reads.
+          nobody reads. impl: of attention over a quantised cache and the write to it.
     """
     mine = cache[plan.kind.mixer]
 
@@ -78,10 +79,12 @@ def decode_mix(
         return y, {**cache, "linear": jax.tree.map(lambda c, n: c.at[row].set(n), mine, state)}
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
-        grown = kv_cache.write(mine, row, slot_B, _encode(k, v, plan.kv))
-        seen = _seen(model, kv_cache.read(grown, row), plan.kv, q.dtype)
-        visible = jnp.arange(seen[0].shape[1])[None, :] <= slot_B[:, None]
-        return attention.attend(q, *seen, visible[:, None, :]), {**cache, "attention": grown}
+        if plan.kv is not None and impl != "xla":
+            grown = kv_cache.write_by_kernel(mine, row, slot_B, k, v, plan.kv, impl)
+        else:
+            grown = kv_cache.write(mine, row, slot_B, _encode(k, v, plan.kv))
+        out = kv_cache.attend(q, grown, row, slot_B + 1, plan.kv, impl)
+        return out, {**cache, "attention": grown}
 
     return linear if plan.kind.mixer == "linear" else attend
 

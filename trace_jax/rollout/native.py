@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, UInt8
 from pallas_kernels.common.packed import Packed
 from pallas_kernels.fp4_grouped_matmul.op import fp4_grouped_matmul
 from pallas_kernels.fp4_matmul.op import fp4_matmul
+from pallas_kernels.quantize.op import quantize
 from trace_jax import config as cfg
 from trace_jax.formats import Format
 from trace_jax.models import moe
@@ -44,8 +45,6 @@ def packed_rows(
 ) -> tuple[Packed, Float[Array, "*A 1"] | None]:
     """Rows rounded plainly, each with its own global scale: for a kernel, and that scale."""
     if impl != "xla":
-        from pallas_kernels.quantize.op import quantize
-
         rows = quantize(x, format, impl=impl)
         return rows, rows.factor  # of the formats that kernels quantise, the two are one
     codes, scales, global_ = sites.own_rounding(format.pad(x.astype(jnp.float32)), format)
