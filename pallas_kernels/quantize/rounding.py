@@ -140,10 +140,17 @@ def bounds(step):
 
 def nearest(bits, step):
     """Magnitude codes 0..7, int32, of magnitudes (bits, no NaN) under a step."""
-    code = jnp.zeros(bits.shape, jnp.int32)
-    for bound in bounds(step):
-        code = code + (bits > bound).astype(jnp.int32)
-    return code
+    return passed(bits, bounds(step))
+
+
+def passed(bits, seven):
+    """How many of seven ascending bounds are exceeded: three comparisons, the middle one first."""
+    high = bits > seven[3]
+    middle = bits > jnp.where(high, seven[5], seven[1])
+    upper = jnp.where(middle, seven[6], seven[4])
+    lower = jnp.where(middle, seven[2], seven[0])
+    low = bits > jnp.where(high, upper, lower)
+    return jnp.where(high, 4, 0) | jnp.where(middle, 2, 0) | jnp.where(low, 1, 0)
 
 
 def signed(code, bits):
@@ -155,7 +162,7 @@ def scale_bytes(bits, amax, g, format: Format, block: Block):
     """Scale bytes, int32, of blocks of values with these magnitudes (bits)."""
     if format.name == "mxfp4":
         return mx_byte(amax, format.rule)
-    near = reciprocal(g)
+    near = reciprocal(g) if format.has_global else g  # Triton cannot take the bits of a literal 1
     if format.scale_rule not in ADAPTIVE:
         return nvfp4_byte(amax, g, near, 4 if format.scale_rule == "static_4" else 6)
     candidates = [nvfp4_byte(amax, g, near, top) for top in (6, 4)]
