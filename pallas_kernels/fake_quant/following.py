@@ -11,7 +11,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.common import tiles
-from pallas_kernels.fake_quant import types
 from pallas_kernels.quantize import rounding
 from trace_jax.formats import Format
 
@@ -64,18 +63,14 @@ def outcome(signed, own, own_g, record: Record | None, valid, *, format: Format,
         "nan_scales": record.byte == nan,
         "saturated_blocks": record.byte == (-1 if format.has_global else largest),
     }
-    assert set(flags) == set(types.of_interest(True))
     return tiles.e2m1_value(code) * step, flags
 
 
 def _bracket(bits, signed, step):
     """(low, high) as indices -7..7, and the nearest code 0..15, of values under a step."""
     active = (step > 0) & (bits > rounding.BELOW_NORMAL)
-    floor = jnp.zeros(bits.shape, jnp.int32)
-    for value in _VALUES:
-        reached = rounding.magnitude_bits(step * jnp.float32(value))
-        floor = floor + (bits >= reached).astype(jnp.int32)
-    floor = jnp.where(active, floor, 0)
+    reached = [rounding.magnitude_bits(step * jnp.float32(value)) - 1 for value in _VALUES]
+    floor = jnp.where(active, rounding.passed(bits, reached), 0)
     below = floor < 7
     beyond = active & below & (bits > rounding.magnitude_bits(tiles.e2m1_value(floor) * step))
     ceil = jnp.where(beyond, floor + 1, floor)

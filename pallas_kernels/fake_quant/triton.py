@@ -9,8 +9,10 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.fake_quant import following, types
 from pallas_kernels.quantize import rounding
-from pallas_kernels.quantize.triton import BLOCK, inside, load, store, tile
+from pallas_kernels.quantize.triton import BLOCK, load, store, tile
 from trace_jax.formats import Format
+
+MAX_WIDTH = 1 << 14  # values of a row: what registers hold, and what a sum of two counts holds
 
 
 def fake_quant(x_MK, recorded, valid_M, *, format: Format, kind, guided, scales: bool, interpret):
@@ -20,7 +22,7 @@ def fake_quant(x_MK, recorded, valid_M, *, format: Format, kind, guided, scales:
     """
     M, K = x_MK.shape
     padded = format.padded(K)
-    rows, width, warps = tile(M, padded)
+    width, warps = tile(padded)
     names = types.of_interest(recorded is not None)
     outputs = {"value": jax.ShapeDtypeStruct((M, K), x_MK.dtype)}
     outputs |= {name: jax.ShapeDtypeStruct((M, 1), jnp.int32) for name in names}
@@ -33,10 +35,10 @@ def fake_quant(x_MK, recorded, valid_M, *, format: Format, kind, guided, scales:
         inputs |= {"bits": recorded.bits, "scales": recorded.scales}
         if format.has_global:
             inputs["global"] = recorded.global_scale
-    options = {"rows": rows, "width": width, "format": format, "kind": kind, "guided": guided}
+    options = {"width": width, "format": format, "kind": kind, "guided": guided}
     found = pl.pallas_call(
         functools.partial(_kernel, **options),
-        grid=(pl.cdiv(M, rows),),
+        grid=(M,),
         out_shape=outputs,
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
@@ -46,47 +48,57 @@ def fake_quant(x_MK, recorded, valid_M, *, format: Format, kind, guided, scales:
     return found["value"], counts, found.get("own"), found.get("own_global")
 
 
-def _kernel(given, out, *, rows, width, format, kind, guided):
-    start = pl.program_id(0) * rows
-    blocks = (rows, width // format.block, format.block)
-    x = load(given["x"], start, rows, width).astype(jnp.float32)
-    signed = jax.lax.bitcast_convert_type(x, jnp.int32).reshape(blocks)
+def _kernel(given, out, *, width, format, kind, guided):
+    row = pl.program_id(0)
+    blocks = (width // format.block, format.block)
+    x = load(given["x"], row, width).astype(jnp.float32)
+    values = jax.lax.bitcast_convert_type(x, jnp.int32)
+    g = rounding.row_global(jnp.max(values & rounding.MAGNITUDE), format)
+    signed = values.reshape(blocks)
     bits = signed & rounding.MAGNITUDE
-    amax = BLOCK.largest(bits)
-    g = rounding.row_global(jnp.max(amax, axis=1, keepdims=True), format)
-    own = rounding.scale_bytes(bits, amax, g, format, BLOCK)
-    valid = load(given["valid"], start, rows, 1).reshape(rows, 1, 1) > 0
-    record = _record(given, start, blocks, format, kind) if "bits" in given else None
+    own = rounding.scale_bytes(bits, BLOCK.largest(bits), g, format, BLOCK)
+    valid = given["valid"][row, 0] > 0
+    record = _record(given, row, blocks, format, kind) if "bits" in given else None
     value, flags = following.outcome(
         signed, own, g, record, valid, format=format, kind=kind, guided=guided
     )
-    store(out["value"], start, value.reshape(rows, width).astype(out["value"].dtype))
-    here = inside(given["x"], start, rows, width).reshape(blocks)
-    for name, flag in flags.items():
-        if name in types.OF_VALUES:
-            counted = jnp.broadcast_to(flag, blocks) & here & valid
-            each = jnp.sum(counted.astype(jnp.int32), axis=-1)
-        else:
-            held = inside(given["scales"], start, *blocks[:2])
-            each = (flag & valid).reshape(blocks[:2]).astype(jnp.int32) * held.astype(jnp.int32)
-        store(out[name], start, jnp.sum(each, axis=-1, keepdims=True))
+    store(out["value"], row, value.reshape(width).astype(out["value"].dtype))
+    _count(given, out, flags, valid, row, blocks)
     if "own" in out:
-        store(out["own"], start, own.reshape(blocks[:2]).astype(jnp.uint8))
+        store(out["own"], row, own.reshape(blocks[0]).astype(jnp.uint8))
     if "own_global" in out:
-        store(out["own_global"], start, g.reshape(rows, 1))
+        out["own_global"][row, 0] = g
 
 
-def _record(given, start, blocks, format: Format, kind: str) -> following.Record:
-    rows, width = blocks[0], blocks[1] * blocks[2]
-    per_byte = types.PER_BYTE[kind]
-    packed = load(given["bits"], start, rows, width // per_byte).astype(jnp.int32)
-    spread = jnp.broadcast_to(packed[:, :, None], (*packed.shape, per_byte))
-    shift = jax.lax.broadcasted_iota(jnp.int32, spread.shape, 2) * (8 // per_byte)
+def _count(given, out, flags, valid, row, blocks) -> None:
+    """Stores the flags' sums over a row, two in one: each stays below 2^15 (`MAX_WIDTH`).
+
+    Flags of blocks are counted at the block's first value: sums over whole tiles keep the layout in
+    which values were loaded, sums over one number a block would leave most threads idle.
+    """
+    place = jax.lax.broadcasted_iota(jnp.int32, blocks, 1)
+    column = jax.lax.broadcasted_iota(jnp.int32, blocks, 0) * blocks[1] + place
+    here = column < given["x"].shape[1]
+    first = here & (place == 0)
+    names = list(flags)
+    for low, *high in (names[i : i + 2] for i in range(0, len(names), 2)):
+        both = jnp.zeros(blocks, jnp.int32)
+        for shift, name in zip((0, 16), (low, *high), strict=False):
+            where = here if name in types.OF_VALUES else first
+            both = both | jnp.where(flags[name] & where, 1 << shift, 0)
+        total = jnp.sum(both.reshape(blocks[0] * blocks[1]))
+        total = jnp.where(valid, total, 0)
+        out[low][row, 0] = total & 0xFFFF
+        for name in high:
+            out[name][row, 0] = total >> 16
+
+
+def _record(given, row, blocks, format: Format, kind: str) -> following.Record:
+    width, per_byte = blocks[0] * blocks[1], types.PER_BYTE[kind]
+    packed = load(given["bits"], row, width // per_byte).astype(jnp.int32)
+    spread = jnp.broadcast_to(packed[:, None], (packed.shape[0], per_byte))
+    shift = jax.lax.broadcasted_iota(jnp.int32, spread.shape, 1) * (8 // per_byte)
     values = jax.lax.shift_right_logical(spread, shift) & (15 if kind == "codes" else 1)
-    byte = load(given["scales"], start, *blocks[:2]).astype(jnp.int32)
-    g = jnp.ones((1, 1, 1), jnp.float32)
-    if format.has_global:
-        g = load(given["global"], start, rows, 1, 1.0).reshape(rows, 1, 1)
-    return following.Record(
-        values=values.reshape(blocks), byte=byte.reshape(*blocks[:2], 1), g=g
-    )
+    byte = load(given["scales"], row, blocks[0]).astype(jnp.int32)
+    g = given["global"][row, 0] if format.has_global else None
+    return following.Record(values=values.reshape(blocks), byte=byte.reshape(blocks[0], 1), g=g)

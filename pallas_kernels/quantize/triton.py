@@ -1,8 +1,8 @@
-"""Quantises rows on Hopper and Blackwell GPUs: whole rows in registers, read once.
+"""Quantises rows on Hopper and Blackwell GPUs: a row in the registers of a program, read once.
 
-A program holds a few rows (or one wide one), padded to a power of two by masked loads: the row's
-largest magnitude, the block scales and the codes all come from the same registers. Each thread has
-16 neighbouring values, a whole NVFP4 block.
+A program has one row, padded to a power of two by masked loads: the row's largest magnitude, the
+block scales and the codes all come from the same registers, 16 values a thread. Tiles are of one
+row since Triton lays out tiles with an axis of length 1 badly (whole rows in one thread).
 """
 
 import functools
@@ -15,7 +15,6 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.quantize import rounding
 from trace_jax.formats import Format
 
-_VALUES = 2048  # of a program, where rows are shorter
 _A_THREAD = 16
 _MAX_WARPS = 16
 
@@ -24,7 +23,6 @@ def quantize(x_MK, global_M1, *, format: Format, interpret: bool):
     """(codes, scale bytes, row's global scales or None) of BF16 or float32 rows; M, K > 0."""
     M, K = x_MK.shape
     padded = format.padded(K)
-    rows, width, warps = tile(M, padded)
     made = format.has_global and global_M1 is None
     outputs = [
         jax.ShapeDtypeStruct((M, padded // 2), jnp.uint8),
@@ -32,10 +30,10 @@ def quantize(x_MK, global_M1, *, format: Format, interpret: bool):
     ]
     outputs += [jax.ShapeDtypeStruct((M, 1), jnp.float32)] * made
     inputs = [x_MK] if global_M1 is None else [x_MK, global_M1]
-    kernel = functools.partial(_kernel, rows=rows, width=width, format=format, made=made)
+    width, warps = tile(padded)
     codes, scales, *global_ = pl.pallas_call(
-        kernel,
-        grid=(pl.cdiv(M, rows),),
+        functools.partial(_kernel, width=width, format=format, made=made),
+        grid=(M,),
         out_shape=outputs,
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
@@ -44,31 +42,26 @@ def quantize(x_MK, global_M1, *, format: Format, interpret: bool):
     return codes, scales, global_[0] if made else global_M1
 
 
-def tile(M: int, padded: int) -> tuple[int, int, int]:
-    """(rows, width, warps) of a program, for M rows of whole blocks."""
+def tile(padded: int) -> tuple[int, int]:
+    """(width, warps) of a program, for rows of whole blocks."""
     width = pl.next_power_of_2(padded)
-    rows = min(max(1, _VALUES // width), pl.next_power_of_2(M))
-    return rows, width, min(max(1, rows * width // (32 * _A_THREAD)), _MAX_WARPS)
+    return width, min(max(1, width // (32 * _A_THREAD)), _MAX_WARPS)
 
 
-def load(ref, start, rows: int, width: int, other=0):
-    """Rows `start` on of a matrix, (rows, width); `other` where the matrix ends."""
-    mask = inside(ref, start, rows, width)
-    return plt.load(ref.at[pl.ds(start, rows), pl.ds(0, width)], mask=mask, other=other)
+def load(ref, row, width: int):
+    """The first `width` entries of a row; 0 where it ends."""
+    mask = _inside(ref, width)
+    return plt.load(ref.at[row, pl.ds(0, width)], mask=mask, other=None if mask is None else 0)
 
 
-def store(ref, start, value) -> None:
+def store(ref, row, value) -> None:
     """Inverse of `load`."""
-    rows, width = value.shape
-    mask = inside(ref, start, rows, width)
-    plt.store(ref.at[pl.ds(start, rows), pl.ds(0, width)], value, mask=mask)
+    plt.store(ref.at[row, pl.ds(0, value.shape[0])], value, mask=_inside(ref, value.shape[0]))
 
 
-def inside(ref, start, rows: int, width: int):
-    """Where a tile lies inside of a matrix."""
-    row = start + jax.lax.broadcasted_iota(jnp.int32, (rows, width), 0)
-    column = jax.lax.broadcasted_iota(jnp.int32, (rows, width), 1)
-    return (row < ref.shape[0]) & (column < ref.shape[1])
+def _inside(ref, width: int):
+    whole = ref.shape[1] == width
+    return None if whole else jax.lax.iota(jnp.int32, width) < ref.shape[1]
 
 
 BLOCK = rounding.Block(
@@ -77,29 +70,32 @@ BLOCK = rounding.Block(
 )
 
 
-def halves(x):
-    """Even and odd entries along the last axis."""
-    pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-    even, odd = jax.lax.split(pairs, (1, 1), axis=pairs.ndim - 1)
-    return even.reshape(pairs.shape[:-1]), odd.reshape(pairs.shape[:-1])
+def joined(code):
+    """Two neighbouring codes a byte, the first in the low nibble.
+
+    As a sum over pairs, which takes any layout of the tile; splitting them would force one in which
+    a thread has two values of each of eight blocks.
+    """
+    pairs = code.reshape(code.shape[0] // 2, 2)
+    shift = 4 * jax.lax.broadcasted_iota(jnp.int32, pairs.shape, 1)
+    return jnp.sum(jax.lax.shift_left(pairs, shift), axis=1)
 
 
-def _kernel(x_ref, *refs, rows, width, format, made):
+def _kernel(x_ref, *refs, width, format, made):
     codes_ref, scales_ref = refs[-2 - made], refs[-1 - made]
-    start = pl.program_id(0) * rows
-    x = load(x_ref, start, rows, width).astype(jnp.float32)
-    blocks = (rows, width // format.block, format.block)
-    signed = jax.lax.bitcast_convert_type(x, jnp.int32).reshape(blocks)
-    bits = signed & rounding.MAGNITUDE
-    amax = BLOCK.largest(bits)  # (rows, blocks, 1)
-    g = jnp.ones((1, 1, 1), jnp.float32)
+    row = pl.program_id(0)
+    blocks = (width // format.block, format.block)
+    values = jax.lax.bitcast_convert_type(load(x_ref, row, width).astype(jnp.float32), jnp.int32)
+    g = jnp.float32(1)
     if made:
-        g = rounding.row_global(jnp.max(amax, axis=1, keepdims=True), format)
-        store(refs[-1], start, g.reshape(rows, 1))
+        g = rounding.row_global(jnp.max(values & rounding.MAGNITUDE), format)
+        refs[-1][row, 0] = g
     elif format.has_global:
-        g = load(refs[0], start, rows, 1, 1.0).reshape(rows, 1, 1)
+        g = refs[0][row, 0]
+    signed = values.reshape(blocks)
+    bits = signed & rounding.MAGNITUDE
+    amax = BLOCK.largest(bits)  # (blocks, 1)
     byte = rounding.scale_bytes(bits, amax, g, format, BLOCK)
-    store(scales_ref, start, byte.reshape(rows, blocks[1]).astype(jnp.uint8))
+    store(scales_ref, row, byte.reshape(blocks[0]).astype(jnp.uint8))
     code = rounding.signed(rounding.nearest(bits, rounding.step_of(byte, g, format)), signed)
-    low, high = halves(code.reshape(rows, width))
-    store(codes_ref, start, (low | (high << 4)).astype(jnp.uint8))
+    store(codes_ref, row, joined(code.reshape(width)).astype(jnp.uint8))
