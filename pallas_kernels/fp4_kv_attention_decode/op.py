@@ -61,7 +61,8 @@ def attention_decode(
     length_B = jnp.clip(length_B, 0, slots)
     if page_table_BN is not None:
         page_table_BN = jnp.clip(page_table_BN, 0, k.shape[0] - 1)
-    return _attend(impl, q_BHK, k, v, length_B, page_table_BN)
+    leaves, tree = jax.tree.flatten((q_BHK, k, v, length_B, page_table_BN))
+    return _attend(impl, tree, *leaves)
 
 
 def write(
@@ -93,7 +94,9 @@ def write(
     checks.debug_pages(where, slot_B, cache_k.shape, page_table_BN, only_last=True)
     reason = rounding.unsupported(cache_k.format) or _unread(cache_k, cache_v)
     impl = impls.choose(OP, impl, {"xla": None, "triton": reason})
-    return _store(impl, record, cache_k, cache_v, k_BJK, v_BJK, slot_B, page_table_BN)
+    arrays = (cache_k, cache_v, k_BJK, v_BJK, slot_B, page_table_BN)
+    leaves, tree = jax.tree.flatten(arrays)
+    return _store(impl, record, tree, *leaves)
 
 
 def _unread(k: Packed, v: Packed) -> str | None:
@@ -106,27 +109,20 @@ def _unread(k: Packed, v: Packed) -> str | None:
     return packed.undecoded("the cache", k)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(
-    impl: str, q_BHK: Array, k: Packed, v: Packed, length_B: Array, page_table_BN: Array | None
-) -> Array:
-    if impl == "xla":
-        return xla.attention_decode(q_BHK, k, v, length_B, page_table_BN)
-    return triton.attention_decode(q_BHK, k, v, length_B, page_table_BN, impl=impl)
-
-
+# Leaves, not `Packed`: JAX would build one of the tangents of bytes, which are no arrays.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _attend(impl: str, tree: Any, *leaves: Array) -> Array:
+    arrays = jax.tree.unflatten(tree, leaves)
+    if impl == "xla":
+        return xla.attention_decode(*arrays)
+    return triton.attention_decode(*arrays, impl=impl)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _store(
-    impl: str,
-    record: str | None,
-    cache_k: Packed,
-    cache_v: Packed,
-    k_BJK: Array,
-    v_BJK: Array,
-    slot_B: Array,
-    page_table_BN: Array | None,
+    impl: str, record: str | None, tree: Any, *leaves: Array
 ) -> tuple[Packed, Packed, tuple[Record, Record] | None]:
-    arrays = (cache_k, cache_v, k_BJK, v_BJK, slot_B, page_table_BN)
+    arrays = jax.tree.unflatten(tree, leaves)
     if impl == "xla":
         return ref_write.write(*arrays, record=record)
     return triton_write.write(*arrays, record=record, impl=impl)

@@ -15,7 +15,7 @@ from pallas_kernels.common import impls
 from pallas_kernels.common.packed import Packed
 from pallas_kernels.fp4_kv_attention_decode.ref_write import Record
 from pallas_kernels.quantize import rounding
-from pallas_kernels.quantize.triton import BLOCK, halves
+from pallas_kernels.quantize.triton import BLOCK
 
 
 def write(
@@ -133,9 +133,6 @@ def _quantize(x, format):
 def _packed(values, bits, count):
     """`count` values of `bits` bits a byte along the last axis, the first one lowest."""
     rows, width = values.shape
-    if count == 2:
-        low, high = halves(values)
-        return low | (high << bits)
     shift = jnp.arange(count, dtype=jnp.int32)[None, None, :] * bits
     grouped = values.reshape(rows, width // count, count) << shift
     return jnp.sum(grouped, axis=-1, dtype=jnp.int32)

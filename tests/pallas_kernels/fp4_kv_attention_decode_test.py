@@ -183,8 +183,9 @@ def test_shuffled_pages_equal_a_contiguous_cache(impl):
 
 def test_xla_attention_decode_needs_less_memory_than_a_decoded_cache():
     case = Case(name="", B=8, C=2048, J=2, H=4, K=128)
-    run = jax.jit(bench.run(case, "xla"))
-    memory = run.lower(*made(case)).compile().memory_analysis()
+    leaves, tree = jax.tree.flatten(made(case))
+    run = jax.jit(lambda *leaves: bench.run(case, "xla")(*jax.tree.unflatten(tree, leaves)))
+    memory = run.lower(*leaves).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 8 * 2048 * 2 * 128 * 4 / 2  # half of K in float32
 
 
@@ -211,6 +212,11 @@ def empty(shape, format) -> Packed:
     return pack(jnp.zeros(shape, jnp.float32), format)
 
 
+def same(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def hard_rows(B, J, K, dtype):
     """Normals of unlike size, with ties, zeros, one outlier, NaN, Inf and subnormals."""
     rng = np.random.default_rng(5)
@@ -229,8 +235,6 @@ FORMATS = ["nvfp4", "nvfp4:global_rule=pow2", "nvfp4:global_rule=one", "4over6",
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("format", [*FORMATS, "mxfp4:rule=even"])
 def test_write_stores_what_the_library_would_and_nothing_else(format, impl):
-    if impl != "xla" and format == "4over6":
-        pytest.skip("the same tile arithmetic, slow to interpret; tests of quantize try it")
     format = formats.get(format)
     k, v = hard_rows(4, 2, 50, "bfloat16"), hard_rows(4, 2, 50, "bfloat16")[::-1]
     slot = jnp.array([0, 3, 5, 2], jnp.int32)
@@ -243,7 +247,7 @@ def test_write_stores_what_the_library_would_and_nothing_else(format, impl):
         for old, row in zip(want, jax.tree.leaves(kept), strict=True):
             old[np.arange(4), slot] = row
         assert new.format == format
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(new), want)
+        same(new, want)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -262,7 +266,7 @@ def test_write_records_what_the_codec_would(format, record, impl):
 
     want = recorded(k, v)
     for mine, theirs in zip(got, (want["k"], want["v"]), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(mine), jax.tree.leaves(theirs))
+        same(mine, theirs)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -293,7 +297,7 @@ def test_write_to_a_slot_that_does_not_exist_changes_nothing(page, impl):
         slot = jnp.array(slots, jnp.int32)
         new_k, new_v, _ = write(impl, None, cache, cache, x, x, slot, pages=pages)
         for got in (new_k, new_v):
-            jax.tree.map(np.testing.assert_array_equal, got, cache)
+            same(got, cache)
 
 
 def fields(case=SMALL[2]):
