@@ -2,8 +2,8 @@
 
 Grid: (tiles of tokens, tiles of the vocabulary), the second one in order, with the running sums of
 a tile of tokens in VMEM. Every tile of tokens reads the whole head once, so it is as tall as fits:
-at 1024 tokens a head byte is used in 1024 multiply-adds, past the balance of a v6e (560) and near that
-of a TPU7x (310). The whole width stands in VMEM, which saves a loop.
+at 1024 tokens there are 1024 operations for each byte of the head, past the balance of a v6e (560)
+and of a TPU7x (310). The whole width stands in VMEM, which saves a loop.
 """
 
 import functools

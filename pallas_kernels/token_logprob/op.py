@@ -92,7 +92,7 @@ def token_logprobs(
     logprob_M, entropy_M, best = _evaluate(static, hidden_MD, head_VD, tokens_M)
     values, ids = (None, None) if best is None else jax.lax.stop_gradient(best)
     return TokenLogprobs(
-        logprob_M=jnp.where(inside_M, logprob_M, jnp.nan),
+        logprob_M=logprob_M,
         entropy_M=entropy_M,
         top_logprobs_Mk=values,
         top_ids_Mk=ids,
@@ -169,8 +169,11 @@ def _statistics(
 def _results(stats: Stats) -> tuple[Array, Array, tuple[Array, Array] | None]:
     best = None
     if stats.top_Mk is not None and stats.ids_Mk is not None:
-        best = (stats.top_Mk - stats.lse_M[:, None], stats.ids_Mk.astype(jnp.int32))
-    return stats.chosen_M - stats.lse_M, stats.entropy_M, best
+        best = (stats.logp(stats.top_Mk), stats.ids_Mk.astype(jnp.int32))
+    # no part of the vocabulary had the token: not a log-prob of -inf, but an error
+    known_M = stats.chosen_M > partial.LOWEST
+    logprob_M = jnp.where(known_M, stats.logp(stats.chosen_M), jnp.nan)
+    return logprob_M, stats.entropy_M, best
 
 
 def _given(cotangent) -> Array | None:

@@ -2,8 +2,8 @@
 
 For logits z of a part: largest = max z, mass = sum exp(z - largest), and
 slope = sum exp(z - largest) * (z - largest). Of the whole vocabulary they give
-logsumexp = largest + log mass and entropy = log mass - slope / mass. Measuring from the largest
-keeps the entropy exact where logits are large: all terms that count are near zero.
+log p = (z - largest) - log mass and entropy = log mass - slope / mass. Measuring from the largest
+keeps both exact where logits are large: largest + log mass, as one number, would lose digits.
 """
 
 import dataclasses
@@ -31,11 +31,17 @@ class Partial:
 class Stats:
     """Of the whole vocabulary, for each token; float32, nats."""
 
-    lse_M: Float[Array, " M"]  # log sum exp of the logits
+    largest_M: Float[Array, " M"]  # logit
+    log_mass_M: Float[Array, " M"]  # log sum exp(logit - largest)
     entropy_M: Float[Array, " M"]
     chosen_M: Float[Array, " M"]  # logit of the given token
     top_Mk: Float[Array, "M k"] | None = None
     ids_Mk: Int[Array, "M k"] | None = None
+
+    def logp(self, z: Float[Array, "M *N"]) -> Float[Array, "M *N"]:
+        """Log-probs of logits."""
+        over = (slice(None), *[None] * (z.ndim - 1))
+        return (z - self.largest_M[over]) - self.log_mass_M[over]
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -65,7 +71,8 @@ def finish(whole: Partial) -> Stats:
     """Turns the sums over the whole vocabulary into what is asked for."""
     log_mass = jnp.log(whole.mass_M)
     return Stats(
-        lse_M=whole.largest_M + log_mass,
+        largest_M=whole.largest_M,
+        log_mass_M=log_mass,
         entropy_M=log_mass - whole.slope_M / whole.mass_M,
         chosen_M=whole.chosen_M,
         top_Mk=whole.top_Mk,
@@ -117,7 +124,7 @@ def absorb(so_far: Running, z: Array, valid: Array, chosen: Array) -> Running:
     below = z - new
     share = jnp.where(valid, jnp.exp(below), 0.0)
     steps = jnp.where(valid, share * below, 0.0)
-    picked_here = jnp.max(jnp.where(chosen, z, LOWEST), axis=1, keepdims=True)
+    picked_here = jnp.max(jnp.where(valid & chosen, z, LOWEST), axis=1, keepdims=True)
     return (
         new,
         scale * mass + jnp.sum(share, axis=1, keepdims=True),

@@ -82,7 +82,8 @@ def logit_gradient(
         hidden_MD,
         rows_ND.astype(hidden_MD.dtype),
         local_M.astype(jnp.int32),
-        stats.lse_M,
+        stats.largest_M,
+        stats.log_mass_M,
         stats.entropy_M,
         nothing_M if d_logprob_M is None else d_logprob_M,
         nothing_M if d_entropy_M is None else d_entropy_M,
@@ -111,7 +112,8 @@ def _gradient_kernel(
     hidden_ref,
     rows_ref,
     local_ref,
-    lse_ref,
+    largest_ref,
+    log_mass_ref,
     entropy_ref,
     d_logprob_ref,
     d_entropy_ref,
@@ -127,7 +129,8 @@ def _gradient_kernel(
     def load(ref):
         return plt.load(ref.at[pl.ds(row, ROWS)], mask=inside, other=0)[:, None]
 
-    logp = _logits(hidden_ref, rows_ref, row, column, temperature) - load(lse_ref)
+    z = _logits(hidden_ref, rows_ref, row, column, temperature)
+    logp = (z - load(largest_ref)) - load(log_mass_ref)
     d_logprob = load(d_logprob_ref)
     weight = d_logprob
     if entropic:

@@ -128,10 +128,10 @@ def logit_gradient(
 ) -> Float[Array, "M N"]:
     """Gradient to the logits before the temperature; `local_M` counts columns from the chunk's.
 
-    p = exp(z - lse):  d logprob / d z_j = [j = token] - p_j
-                       d entropy / d z_j = -p_j (z_j - lse + entropy)
+    p = softmax(z):  d logprob / d z_j = [j = token] - p_j
+                     d entropy / d z_j = -p_j (log p_j + entropy)
     """
-    logp = z - stats.lse_M[:, None]
+    logp = stats.logp(z)
     weight = jnp.zeros((), z.dtype) if d_logprob_M is None else d_logprob_M[:, None]
     if d_entropy_M is not None:
         weight = weight + d_entropy_M[:, None] * (logp + stats.entropy_M[:, None])
@@ -157,27 +157,40 @@ def backward(
     """
     vocabulary = head_VD.shape[0]
 
+    def of_chunk(i: int | Array) -> tuple[int | Array, Array | None, Array | None]:
+        start, valid = _place(i, width, vocabulary)
+        rows = head_VD
+        if width < vocabulary:
+            rows = jax.lax.dynamic_slice_in_dim(head_VD, start, width)
+        dz = gradient(rows, start)
+        d_head = gradient_product(dz, hidden_MD, (0, 0)) if needs[1] else None
+        rows = rows.astype(hidden_MD.dtype)
+        if valid is not None:
+            rows = jnp.where(valid[:, None], rows, 0)
+        return start, gradient_product(dz, rows, (1, 0)) if needs[0] else None, d_head
+
     def add(i: int | Array, so_far: tuple[Array | None, Array | None]):
         d_hidden, d_head = so_far
-        start, valid = _place(i, width, vocabulary)
-        rows = jax.lax.dynamic_slice_in_dim(head_VD, start, width)
-        dz = gradient(rows, start)
-        if d_hidden is not None:
-            rows = rows.astype(hidden_MD.dtype)
-            if valid is not None:
-                rows = jnp.where(valid[:, None], rows, 0)
-            d_hidden = d_hidden + gradient_product(dz, rows, (1, 0))
-        if d_head is not None:
-            part = gradient_product(dz, hidden_MD, (0, 0)).astype(head_VD.dtype)
+        start, more, part = of_chunk(i)
+        if more is not None:
+            d_hidden = d_hidden + more
+        if part is not None:
+            part = part.astype(head_VD.dtype)
             d_head = jax.lax.dynamic_update_slice_in_dim(d_head, part, start, 0)
         return d_hidden, d_head
 
-    nothing = (
-        jnp.zeros(hidden_MD.shape, jnp.float32) if needs[0] else None,
-        jnp.zeros(head_VD.shape, head_VD.dtype) if needs[1] else None,
+    if width == vocabulary:
+        _, d_hidden, d_head = of_chunk(0)
+    else:
+        nothing = (
+            jnp.zeros(hidden_MD.shape, jnp.float32) if needs[0] else None,
+            jnp.zeros(head_VD.shape, head_VD.dtype) if needs[1] else None,
+        )
+        d_hidden, d_head = jax.lax.fori_loop(0, -(-vocabulary // width), add, nothing)
+    return (
+        None if d_hidden is None else d_hidden.astype(hidden_MD.dtype),
+        None if d_head is None else d_head.astype(head_VD.dtype),
     )
-    d_hidden, d_head = jax.lax.fori_loop(0, -(-vocabulary // width), add, nothing)
-    return None if d_hidden is None else d_hidden.astype(hidden_MD.dtype), d_head
 
 
 def gradient_product(
