@@ -1,5 +1,6 @@
 """The real training step as a job for `compile.py`: what `stages.build` makes, on abstract data."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from trace_jax.aot import targets
 from trace_jax.guidance.record import SITES, Guidance
 from trace_jax.qat import plan as qat_plan
 from trace_jax.qat import sites
+from trace_jax.rollout import jax_engine
 from trace_jax.types import Batch, TrainState
 
 
@@ -52,6 +54,34 @@ def train_step(
         return built.policy_step(state, [batch])
 
     return jax.jit(step, donate_argnums=0), _placed(topology, arguments)
+
+
+def rollout(
+    topology: targets.Topology, config: str, settings: Sequence[str] = (), prompts: int = 8
+) -> tuple[Callable, tuple[Any, ...]]:
+    """Builder: the engine's whole rollout (prefill and decoding) of `prompts` prompts."""
+    experiment = overrides.override(overrides.load(config), list(settings))
+    built = stages.build(experiment)
+    section, tokenizer = experiment.rollout, built.tokenizer
+    core = jax_engine.Core(
+        experiment.model,
+        experiment.quant,
+        section,
+        tuple(tokenizer.stop_ids),
+        tokenizer.pad_id,
+        kernels=experiment.kernels,
+    )
+    params = jax.eval_shape(lambda: stages.initial_params(built))
+    longest = -(-experiment.data.max_prompt_tokens // section.bucket_tokens) * section.bucket_tokens
+    arguments = (
+        jax.eval_shape(lambda p: built.sync(p, 0).params, params),
+        jax.ShapeDtypeStruct((prompts, longest), jnp.int32),
+        jax.ShapeDtypeStruct((prompts,), jnp.int32),
+        jax.ShapeDtypeStruct((prompts,), jnp.uint32),
+        jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    sample = functools.partial(core.sample, samples=section.group_size)
+    return sample, _placed(topology, arguments)
 
 
 def abstract_batch(config: cfg.Config) -> Batch:
