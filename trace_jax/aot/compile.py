@@ -111,7 +111,7 @@ def _require_plugins(target: str) -> None:
 def _environment(job: Job, out: pathlib.Path) -> dict[str, str]:
     flags = [os.environ.get("XLA_FLAGS", ""), job.flags]
     if job.ptx:
-        flags.append(f"--xla_dump_to={out / 'dump'}")
+        flags.append(f"--xla_dump_to={out / 'dump'} --xla_dump_emitter_re=^ptx$")
     path = [*job.path, str(ROOT), str(PLUGINS), os.environ.get("PYTHONPATH", "")]
     # Mosaic GPU compiles its kernels itself and has a dump of its own, into a folder that exists
     mosaic = {
