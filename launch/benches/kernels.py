@@ -3,7 +3,8 @@
 import functools
 import importlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -14,6 +15,9 @@ from pallas_kernels.common import impls
 from pallas_kernels.common.bench import Bench
 from pallas_kernels.common.cost import CEILINGS
 
+EXPERTS = (8, 32, 128)
+DENSE = "dense einsum"  # computes every expert for every row: forward only, it shows
+ROWS = 2048  # sorted by expert: the same active work, whatever the number of experts
 HEADER = "bounds: least us on each device, m: of memory, c: of compute"
 
 
@@ -27,7 +31,8 @@ def run(repeats: int) -> Iterator[Row]:
     for op in catalogue.OPS:
         for bench in catalogue.benches(op):
             yield _row(bench, repeats, copy)
-    yield from importlib.import_module("pallas_kernels.fp4_grouped_matmul.bench").peers(repeats)
+    for experts in EXPERTS:
+        yield from _peers(experts, repeats)
 
 
 def line(row: Row) -> str:
@@ -49,6 +54,36 @@ def line(row: Row) -> str:
     if unmeasured:
         lines.append(f"    not measured: {', '.join(unmeasured)}")
     return "\n".join(lines)
+
+
+def _peers(experts: int, repeats: int) -> Iterator[Row]:
+    """Our plain XLA path for the trainer's grouped matmul against each peer, call by call."""
+    found = importlib.import_module("pallas_kernels.fp4_grouped_matmul.bench").peers(experts, ROWS)
+    pulled = {name: (_pull(call), given) for name, (call, given) in found.items() if name != DENSE}
+    for what, calls in (("forward", found), ("forward and backward", pulled)):
+        jitted = [functools.partial(jax.jit(call), *given) for call, given in calls.values()]
+        ours, *others = in_turn(jitted, repeats)
+        for name, theirs in zip(list(calls)[1:], others, strict=True):
+            ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+            yield {
+                "name": f"grouped matmul, {experts} experts, {what}",
+                "seconds": statistics.median(ours),
+                "peer": name,
+                "peer_seconds": statistics.median(theirs),
+                "ratio": statistics.median(ratios),
+                "ratio_range": (min(ratios), max(ratios)),
+                "repeats": repeats,
+            }
+
+
+def _pull(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The result and the gradients to rows and matrices."""
+
+    def pulled(x: jax.Array, w: jax.Array, sizes: jax.Array) -> Any:
+        y, back = jax.vjp(lambda x, w: call(x, w, sizes), x, w)
+        return y, back(y)
+
+    return pulled
 
 
 def _ratio(row: Row) -> str:

@@ -18,7 +18,8 @@ from trace_jax.aot import ptx, resources, targets
 WGMMA = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16"
 TCGEN05 = r"tcgen05\.mma\.cta_group::\d\.kind::f16"
 NVFP4 = r"tcgen05\.mma\.cta_group::\d\.kind::mxf4nvf4\.block_scale\.(?:scale_vec::4X|block16)"
-MXFP4 = r"tcgen05\.mma\.cta_group::\d\.kind::mxf4\.block_scale\.(?:scale_vec::2X|block32)"
+# newer JAX takes the wider kind for MXFP4 too: what tells it from NVFP4 is a scale for each 32
+MXFP4 = r"tcgen05\.mma\.cta_group::\d\.kind::mxf4(?:nvf4)?\.block_scale\.(?:scale_vec::2X|block32)"
 BF16 = {"h200": WGMMA, "b200": TCGEN05}  # FP4 decoded to BF16, or BF16 as it is
 NO_PRODUCT = {"h200": r"\.entry", "b200": r"\.entry"}
 ON_TPU = {"v6e": "tpu_custom_call", "tpu7x": "tpu_custom_call"}
@@ -49,6 +50,46 @@ def _rows(op, impl, needs, *, decode, prefill, fast=(), fast_prefill=(), exact=F
 
 
 TABLE = (
+    *_rows("fp4_matmul", "triton", BF16, decode="m16", prefill="m8192", fast=("h200",)),
+    *_rows(
+        "fp4_matmul",
+        "mosaic_gpu",
+        {"b200": NVFP4},
+        decode="m16_w4a4",
+        prefill="m8192_w4a4",
+        fast_prefill=("b200",),
+    ),
+    *_rows(
+        "fp4_grouped_matmul",
+        "triton",
+        BF16,
+        decode="decode_t64_gate_up",
+        prefill="prefill_gate_up",
+        fast=("b200",),
+    ),
+    *_rows(
+        "fp4_grouped_matmul",
+        "triton",
+        BF16,
+        decode="decode_t256_down",
+        prefill="training_down",
+        fast_prefill=("h200",),
+    ),
+    *_rows(
+        "fp4_grouped_matmul",
+        "mosaic_gpu",
+        {"b200": NVFP4},
+        decode="w4a4_t64_gate_up",
+        prefill="prefill_w4a4_gate_up",
+    ),
+    Row(
+        op="fp4_grouped_matmul",
+        impl="mosaic_gpu",
+        size="prefill",
+        case="prefill_mxfp4_gate_up",
+        needs={"b200": MXFP4},
+        fast=("b200",),
+    ),
     *_rows(
         "fp4_kv_attention_decode",
         "triton",

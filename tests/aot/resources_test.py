@@ -123,21 +123,22 @@ THUNKS = f"""
     003: kCustomKernel [prev=002 (1) | sink        ] loop_fusion grid: [8, 1, 1] {TO} 0 bytes
     004: kCustomKernel [source | sink] kern grid: [4, 1, 1] {TO} 1024 bytes
 """
-CALL = "@mosaic_gpu_launch_kernel(ptr"
+CALLS = ("@mosaic_gpu_launch_kernel(ptr", "@mosaic_gpu_build_kernel_spec(ptr")
 GRID = "i32 %7, i32 1, i32 1, i32 2, i32 0, i32 0, i32 128, i32 1, i32 1"
-HOST = f"""
-declare void {CALL}, {", ".join(["i32"] * 10)}, ptr, ptr)
-  call void {CALL} %0, {GRID}, i32 102420, ptr %1, ptr %231)
+HOST = """
+declare void {call}, i32, i32, i32, i32, i32, i32, i32, i32, i32, i32, ptr, ptr)
+  call void {call} %0, {grid}, i32 102420, i32 0, i32 6, ptr %1, ptr %231)
 """
 
 
-def test_launches_are_read_from_both_dumps(tmp_path):
+@pytest.mark.parametrize("call", CALLS)
+def test_launches_are_read_from_both_dumps(tmp_path, call):
     xla, mosaic = tmp_path / "xla", tmp_path / "mosaic"
     xla.mkdir()
     mosaic.mkdir()
     assert launches.shared_memory(xla, mosaic) == {}
     (xla / "module_0001.jit_f.thunk_sequence.txt").write_text(THUNKS)
-    (mosaic / "kernel_0.ll").write_text(HOST)
+    (mosaic / "kernel_0.ll").write_text(HOST.format(call=call, grid=GRID))
     (mosaic / "kernel_0.ptx").write_text(".visible .entry mosaic_kern(\n")
     want = {"kern": 7168, "loop_fusion": 0, "mosaic_kern": 102420}
     assert launches.shared_memory(xla, mosaic) == want

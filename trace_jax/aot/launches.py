@@ -9,8 +9,11 @@ import pathlib
 import re
 
 _THUNK = re.compile(r"(\S+) grid: .* shared_memory: (\d+) bytes")
-# grid, cluster and block, three numbers each, stand before it
-_LAUNCH = re.compile(r"call void @mosaic_gpu_launch_kernel\(ptr [^,]+(?:, i32 \S+){9}, i32 (\d+),")
+# grid, cluster and block, three numbers each, stand before it; the second name is newer JAX's
+_LAUNCH = re.compile(
+    r"call void @mosaic_gpu_(?:launch_kernel|build_kernel_spec)"
+    r"\(ptr [^,]+(?:, i32 [^,]+){9}, i32 (\d+),"
+)
 _ENTRY = re.compile(r"\.entry ([\w$.]+)\(")
 
 
