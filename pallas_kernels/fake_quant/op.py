@@ -8,6 +8,7 @@ from pallas_kernels.common import impls
 from pallas_kernels.fake_quant import mosaic_tpu, ref, triton
 from pallas_kernels.fake_quant.types import KINDS, PER_BYTE, STE, Counts, Recorded
 from pallas_kernels.quantize import rounding
+from pallas_kernels.quantize.triton import too_wide
 from trace_jax import formats
 from trace_jax.checks import require
 from trace_jax.formats import Format
@@ -47,8 +48,9 @@ def fake_quant(
     chosen = formats.get(format)
     _check(x, valid, kind, ste)
     reason = rounding.unsupported(chosen) or _undecodable(recorded, scale_bits, global_bits)
-    has = {"xla": _undecodable(recorded, scale_bits, global_bits), "triton": reason}
-    impl = impls.choose("fake_quant", impl, has | {"mosaic_tpu": reason})
+    has = {"xla": _undecodable(recorded, scale_bits, global_bits), "mosaic_tpu": reason}
+    has["triton"] = reason or too_wide(x.shape[-1])
+    impl = impls.choose("fake_quant", impl, has)
     if recorded is not None:
         _check_recorded(x, recorded, chosen, kind)
     clipped = ste == "clipped"

@@ -12,8 +12,6 @@ from pallas_kernels.quantize import rounding
 from pallas_kernels.quantize.triton import BLOCK, load, store, tile
 from trace_jax.formats import Format
 
-MAX_WIDTH = 1 << 14  # values of a row: what registers hold, and what a sum of two counts holds
-
 
 def fake_quant(x_MK, recorded, valid_M, *, format: Format, kind, guided, scales: bool, interpret):
     """(value, counts (M, 1) by name, own scale bytes, own global scales); M, K > 0.
@@ -71,7 +69,7 @@ def _kernel(given, out, *, width, format, kind, guided):
 
 
 def _count(given, out, flags, valid, row, blocks) -> None:
-    """Stores the flags' sums over a row, two in one: each stays below 2^15 (`MAX_WIDTH`).
+    """Stores the flags' sums over a row, two in one: each stays below 2^15 (`too_wide`).
 
     Flags of blocks are counted at the block's first value: sums over whole tiles keep the layout in
     which values were loaded, sums over one number a block would leave most threads idle.

@@ -60,7 +60,8 @@ def quantize(
     else:
         _check_given(x, given, chosen)
     reason = rounding.unsupported(chosen)
-    impl = impls.choose("quantize", impl, {"xla": None, "triton": reason, "mosaic_tpu": reason})
+    has = {"xla": None, "mosaic_tpu": reason, "triton": reason or triton.too_wide(x.shape[-1])}
+    impl = impls.choose("quantize", impl, has)
     if impl == "xla" or x.size == 0:
         return ref.quantize(x, given, format=chosen)
     kernel = triton.quantize if impl.startswith("triton") else mosaic_tpu.quantize
