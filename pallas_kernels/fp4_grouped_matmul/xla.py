@@ -63,10 +63,10 @@ def grouped(
     """See `op.grouped_matmul`."""
 
     def loop(x_MK, w_EOK, tiles, wide):
-        wide_MK, stored_EOK = x_MK.astype(wide), _bits(w_EOK)
+        wide_MK = x_MK.astype(wide)
 
         def group(e, y_MO):
-            w_OK = _floats(stored_EOK[e], x_MK.dtype).astype(wide)
+            w_OK = _matrix(w_EOK, e).astype(wide)
 
             def tile(t, y_MO):
                 y_bO = _dot(_rows(wide_MK, tiles, t), w_OK.T)
@@ -91,11 +91,11 @@ def grouped_backward(
     """dx and dw."""
 
     def loop(dy_MO, x_MK, w_EOK, tiles, wide):
-        dtype, stored_EOK = x_MK.dtype, _bits(w_EOK)
+        dtype = x_MK.dtype
         wide_MO, wide_MK = dy_MO.astype(wide), x_MK.astype(wide)
 
         def group(e, carry):
-            w_OK = _floats(stored_EOK[e], x_MK.dtype).astype(wide)
+            w_OK = _matrix(w_EOK, e).astype(wide)
 
             def tile(t, carry):
                 dx_MK, total_OK = carry
@@ -132,6 +132,8 @@ def _where_it_runs(loop: Callable[..., Any], *args: Any, narrow: Any) -> Any:
 
 def _over_groups(tiles: Tiles, body: Callable[..., Any], carry: Any) -> Any:
     """body(group, carry) for each group that has rows."""
+    if len(tiles.group_T) == 0:
+        return carry
     order_E = jnp.argsort(tiles.count_E == 0, stable=True)
     used = jnp.sum(tiles.count_E > 0)
     return jax.lax.fori_loop(0, used, lambda i, carry: body(order_E[i], carry), carry)
@@ -156,6 +158,12 @@ def _bits(a: Array) -> Array:
 def _floats(a: Array, dtype: Any) -> Array:
     """Inverse of `_bits`."""
     return jax.lax.bitcast_convert_type(a, dtype)
+
+
+def _matrix(w_EOK: Array, e: Array) -> Array:
+    """w[e]. The barrier keeps XLA from making the integers of all groups before the loop."""
+    held_EOK, e = jax.lax.optimization_barrier((w_EOK, e))
+    return _floats(_bits(held_EOK)[e], w_EOK.dtype)
 
 
 def _first(tiles: Tiles, t: Array, rows: int) -> Array:
