@@ -17,45 +17,41 @@ from pallas_kernels.quantize import rounding
 from trace_jax import formats
 
 
-def cache(case: Case, key: jax.Array) -> Packed:
+def cache(case: Case, rng: np.random.Generator) -> Packed:
     """Random codes, with scales and factors that make values of about 1."""
     format = formats.get(case.format)
-    lead = (case.B, case.C)
+    lead = (case.B, case.C, case.J)
     if case.page is not None:
-        lead = (case.B * case.C // case.page, case.page)
-    lead, width = (*lead, case.J), format.padded(case.K)
-    k_codes, k_scales, k_factor = jax.random.split(key, 3)
-    bits = format.element.BITS
-    codes = jax.random.bits(k_codes, (*lead, width * bits // 8), jnp.uint8)
-    codes = codes & 0xB7 if bits == 8 else codes  # at most 1.9, never NaN
-    scales = jax.random.bits(k_scales, (*lead, width // format.block), jnp.uint8)
-    one = 0x38 if format.name == "nvfp4" else 127  # the byte of 1
-    scales = jnp.uint8(one - 8) + (scales & 7) if format.name == "nvfp4" else one - (scales & 1)
+        lead = (case.B * case.C // case.page, case.page, case.J)
+    width, bits = format.padded(case.K), format.element.BITS
+    codes = rng.integers(0, 256, (*lead, width * bits // 8), np.uint8)
+    codes = codes & np.uint8(0xB7) if bits == 8 else codes  # at most 1.9, never NaN
+    # up to the byte of 1, and down to that of 1/2
+    low, high = (0x30, 0x39) if format.name == "nvfp4" else (126, 128)
+    scales = rng.integers(low, high, (*lead, width // format.block), np.uint8)
     factor = None
     if format.has_global:
-        factor = jax.random.uniform(k_factor, (*lead, 1), jnp.float32, 0.4, 0.6)
+        factor = jnp.asarray(rng.uniform(0.4, 0.6, (*lead, 1)), jnp.float32)
+    codes, scales = jnp.asarray(codes), jnp.asarray(scales)
     return Packed(codes=codes, scales=scales, factor=factor, format=format)
 
 
 def make(case: Case, seed: int) -> Arrays:
     """(q, k, v, length[, pages]), or (K cache, V cache, k, v, slot[, pages])."""
-    key = jax.random.key(seed)
-    k_q, k_k, k_v, k_pages, k_new = jax.random.split(key, 5)
-    caches, dtype = (cache(case, k_k), cache(case, k_v)), jnp.dtype(case.dtype)
-    length = jnp.asarray(case.length, jnp.int32)
-    pages = () if case.page is None else (_pages(case, k_pages),)
-    if not case.write:
-        q = jax.random.normal(k_q, (case.B, case.H, case.K), jnp.float32).astype(dtype)
-        return (q, *caches, length, *pages)
-    shape = (case.B, case.J, case.K)
-    new = [jax.random.normal(k, shape, jnp.float32).astype(dtype) for k in (k_q, k_new)]
-    return (*caches, *new, length, *pages)
+    rng = np.random.default_rng(seed)
+    caches, length = (cache(case, rng), cache(case, rng)), jnp.asarray(case.length, jnp.int32)
+    pages = ()
+    if case.page is not None:
+        shuffled = rng.permutation(case.B * case.C // case.page).reshape(case.B, -1)
+        pages = (jnp.asarray(shuffled, jnp.int32),)
 
+    def normal(heads: int) -> jax.Array:
+        drawn = rng.standard_normal((case.B, heads, case.K), np.float32)
+        return jnp.asarray(drawn, jnp.dtype(case.dtype))
 
-def _pages(case: Case, key: jax.Array) -> jax.Array:
-    assert case.page is not None
-    each = case.C // case.page
-    return jax.random.permutation(key, case.B * each).astype(jnp.int32).reshape(case.B, each)
+    if case.write:
+        return (*caches, normal(case.J), normal(case.J), length, *pages)
+    return (normal(case.H), *caches, length, *pages)
 
 
 def run(case: Case, impl: str) -> Any:

@@ -23,19 +23,19 @@ SMALL = [case for case in ATTEND if case.small]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
+_attend = jax.jit(op.attention_decode, static_argnames="impl")
+_write = jax.jit(op.write, static_argnames=("impl", "record"))
+
+
 def attend(impl, q, k, v, length, pages=None):
-    run = functools.partial(op.attention_decode, impl=impl)
-    return jax.jit(run)(q, k, v, length, page_table_BN=pages)
+    return _attend(q, k, v, length, impl=impl, page_table_BN=pages)
 
 
 def write(impl, record, *arrays, pages=None):
-    run = functools.partial(op.write, impl=impl, record=record)
-    return jax.jit(run)(*arrays, page_table_BN=pages)
+    return _write(*arrays, impl=impl, record=record, page_table_BN=pages)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def made(case, seed=0):
-    """Arguments of a case; compiled, since single operations take long to compile."""
     return bench.make(case, seed)
 
 
@@ -103,11 +103,12 @@ def test_attention_decode_equals_sums_by_hand(case, impl):
 def test_xla_attention_decode_in_blocks_equals_sums_by_hand(page, monkeypatch):
     monkeypatch.setattr(xla, "_CPU_VALUES", 3 * 2 * 64 * 16)  # 16 slots at a time: 2.5 blocks
     case = Case(name="", B=3, C=40, J=2, H=4, K=64, lengths=(40, 17, 0), page=page, dtype="float32")
+    q, k, v, _, *pages = made(case, 1)
+    run = jax.jit(bench.run(case, "xla"))
     for lengths in ((40, 17, 0), (16, 3, 1), (0, 0, 0), (33, 33, 40)):
-        case = dataclasses.replace(case, lengths=lengths)
-        arguments = made(case, 1)
+        arguments = (q, k, v, jnp.array(lengths, jnp.int32), *pages)
         want, bound = attend_by_hand(*arguments)
-        got = attend("xla", *arguments)
+        got = run(*arguments)
         assert np.all(np.abs(np.asarray(got, np.float64) - want) <= 1e-5 * bound)
 
 
@@ -382,11 +383,11 @@ def test_debug_mode_names_bad_values_and_nothing_happens_without(case, change, m
             arguments[value] = bad
         else:
             arguments[name] = jnp.asarray(value, jnp.int32)
-    run = functools.partial(op.attention_decode, impl="xla")
-    assert jax.jit(run)(**arguments).shape == arguments["q_BHK"].shape
+    assert _attend(**arguments, impl="xla").shape == arguments["q_BHK"].shape
+    run = debug.checked(functools.partial(op.attention_decode, impl="xla"))
     with pytest.raises(ValueError, match=match):
-        debug.checked(run)(**arguments)
-    debug.checked(run)(**fields(case))
+        run(**arguments)
+    run(**fields(case))
 
 
 def test_debug_mode_names_slots_and_pages_that_cannot_be_written():
