@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 Row = dict[str, Any]
+_LAUNCHED = 3e7  # bytes: what is smaller takes less time than its launch, and has no bandwidth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,8 +178,8 @@ def write(report: Row, path: str) -> None:
 
 
 def _concerns(target: Target, row: Row) -> bool:
-    real = not row.get("small", True)
-    return real and row["op"] == target.op and target.case in row["case"]
+    large = not row.get("small", True) and row.get("bytes", 0) >= _LAUNCHED
+    return large and row["op"] == target.op and target.case in row["case"]
 
 
 def _best(row: Row, prefix: str) -> float | None:

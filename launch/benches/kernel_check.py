@@ -60,7 +60,7 @@ def cases(package: str, op: str) -> list[Row]:
     found = []
     for bench in catalogue.benches(op, package):
         names = [here(impl, bench.small) for impl in bench.impls]
-        row = {"op": op, "case": bench.case, "small": bench.small}
+        row = {"op": op, "case": bench.case, "small": bench.small, "bytes": bench.cost.bytes}
         found += [row | {"impl": impl} for impl in dict.fromkeys(filter(None, names))]
     return found
 

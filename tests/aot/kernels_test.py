@@ -50,6 +50,44 @@ def _rows(op, impl, needs, *, decode, prefill, fast=(), fast_prefill=(), exact=F
 
 
 TABLE = (
+    *_rows(
+        "quantize",
+        "triton",
+        NO_PRODUCT,
+        decode="decode",
+        prefill="tokens",
+        fast_prefill=("h200",),
+        exact=True,
+    ),
+    *_rows(
+        "quantize", "triton", NO_PRODUCT, decode="tokens_mxfp4", prefill="tokens_4over6", exact=True
+    ),
+    *_rows("quantize", "mosaic_tpu", ON_TPU, decode="decode", prefill="tokens", fast=("v6e",)),
+    *_rows(  # of the trainer alone: what is smaller is the rounding without a record
+        "fake_quant",
+        "triton",
+        NO_PRODUCT,
+        decode="tokens_plain",
+        prefill="tokens",
+        fast_prefill=("b200",),
+        exact=True,
+    ),
+    *_rows(
+        "fake_quant",
+        "triton",
+        NO_PRODUCT,
+        decode="tokens_mxfp4",
+        prefill="tokens_mantissa",
+        exact=True,
+    ),
+    *_rows(
+        "fake_quant",
+        "mosaic_tpu",
+        ON_TPU,
+        decode="tokens_plain",
+        prefill="tokens",
+        fast_prefill=("tpu7x",),
+    ),
     *_rows("fp4_matmul", "triton", BF16, decode="m16", prefill="m8192", fast=("h200",)),
     *_rows(
         "fp4_matmul",

@@ -90,7 +90,8 @@ def test_a_dry_run_finds_the_small_cases_right(tmp_path, op):
 
 
 def row(op, case, impl="triton", **values):
-    return {"op": op, "case": case, "impl": impl, "small": False, "right": True} | values
+    same = {"op": op, "case": case, "impl": impl, "small": False, "bytes": 10**8, "right": True}
+    return same | values
 
 
 def verdicts(rows, platform="cuda"):
@@ -103,6 +104,7 @@ def test_a_target_is_its_worst_case_and_needs_right_results():
     assert verdicts([fast])[0] == ("pass", "a")
     assert verdicts([fast, slow])[0] == ("fail", "b")
     assert verdicts([fast, slow | {"small": True}])[0] == ("pass", "a")
+    assert verdicts([fast, slow | {"bytes": 10**6}])[0] == ("pass", "a")  # a launch takes longer
     assert verdicts([fast, slow | {"impl": "xla"}])[0] == ("pass", "a")
     assert verdicts([fast, {**slow, "right": False, "copy_share": 0.9}])[0][0] == "fail"
     assert verdicts([row("quantize", "a", failed="crash")])[0] == ("fail", None)
@@ -112,7 +114,7 @@ def test_a_target_is_its_worst_case_and_needs_right_results():
 
 def test_what_matters_most_comes_first_and_ops_take_turns():
     items = [
-        {"op": op, "case": "c", "impl": impl, "small": small}
+        {"op": op, "case": "c", "impl": impl, "small": small, "bytes": 10**8}
         for op in ("token_logprob", "quantize", "fake_quant")
         for impl in ("xla", "triton")
         for small in (True, False)
