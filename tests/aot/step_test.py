@@ -2,10 +2,12 @@
 
 import functools
 import pathlib
+import re
 
 import pytest
 
 from trace_jax.aot import check, step, targets
+from trace_jax.aot import compile as aot
 from trace_jax.aot.compile import ROOT
 
 HERE = str(pathlib.Path(__file__).parent)
@@ -109,3 +111,41 @@ def test_tpus_keep_even_naive_fake_quantisation(target):
     done = report(target, builder=NAIVE)
     for found in done.sites:
         assert found.alive["to f4e2m1fn"] == found.alive["to f8e4m3fn"] == 1, found
+
+
+TRAINER = ("fake_quant", "grouped_matmul", "token_logprob")
+SAMPLER = ("quantize", "fp4_matmul", "kv_attention")
+
+
+@pytest.mark.parametrize("target", ["h200", pytest.param("b200", marks=pytest.mark.slow)])
+def test_training_step_of_kernels_keeps_all_of_its_quantisation(target):
+    done = report(target, *(f"kernels.{op}=triton" for op in TRAINER))
+    assert done.kept, check.table([done])
+    for name in ("k", "v", "expert_in", "expert_hidden"):
+        assert site_of(done, name).written == {"kernel of triton": 1}
+    for name in ("moe.gate_up", "moe.down"):  # weights are rounded by XLA
+        assert site_of(done, name).written.total() == 13
+
+
+@pytest.mark.parametrize(
+    ("target", "matmul", "instruction"),
+    [
+        ("h200", "triton", "wgmma.mma_async"),
+        pytest.param("b200", "triton", "tcgen05.mma", marks=pytest.mark.slow),
+        pytest.param("b200", "mosaic_gpu", "mxf4nvf4.block_scale", marks=pytest.mark.slow),
+    ],
+)
+def test_whole_rollout_compiles_with_kernels(target, matmul, instruction):
+    settings = [f"kernels.{op}=triton" for op in SAMPLER if op != "fp4_matmul"]
+    settings.append(f"kernels.fp4_matmul={matmul}")
+    job = aot.Job(
+        builder="trace_jax.aot.step:rollout",
+        target=target,
+        kwargs={"config": TINY, "settings": settings},
+        ptx=True,
+    )
+    done = aot.compile_job(job)
+    assert instruction in done.ptx
+    calls = set(re.findall(r'custom_call_target="([^"]*)"', done.hlo))
+    assert ("mosaic_gpu_v2" in calls) == (matmul == "mosaic_gpu")
+    assert "__gpu$xla.gpu.triton" in calls
