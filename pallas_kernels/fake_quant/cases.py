@@ -1,4 +1,4 @@
-"""Named shapes: small ones that try every edge, and those of a real model (see `quantize.cases`)."""
+"""Named shapes: small ones that try every edge, and a real model's (see `quantize.cases`)."""
 
 import dataclasses
 

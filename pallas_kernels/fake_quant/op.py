@@ -59,9 +59,10 @@ def fake_quant(
         found = ref.fake_quant(exact, recorded, valid, format=chosen, kind=kind, guided=guided)
     else:
         kernel = triton.fake_quant if impl.startswith("triton") else mosaic_tpu.fake_quant
-        rows = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), (exact, recorded))
+        rows, record = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), (exact, recorded))
         found = kernel(
-            *rows,
+            rows,
+            record,
             valid.reshape(-1),
             format=chosen,
             kind=kind,

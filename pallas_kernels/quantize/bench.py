@@ -18,12 +18,17 @@ _OPERATIONS = 20
 _ADAPTIVE = 90
 
 
-def make(case: Case, seed: int) -> Arrays:
-    """(x,): normal values on a grid of 1/8, so that many are ties, in rows of different size."""
+def rows(M: int, K: int, dtype: str, seed: int) -> jax.Array:
+    """Normal values on a grid of 1/8, so that many are ties, in rows of different size."""
     k_x, k_rows = jax.random.split(jax.random.key(seed))
-    x = jnp.round(jax.random.normal(k_x, (case.M, case.K), jnp.float32) * 8) / 8
-    power = jax.random.randint(k_rows, (case.M, 1), -8, 8).astype(jnp.float32)
-    return ((x * jnp.exp2(power)).astype(case.dtype),)
+    x = jnp.round(jax.random.normal(k_x, (M, K), jnp.float32) * 8) / 8
+    power = jax.random.randint(k_rows, (M, 1), -8, 8).astype(jnp.float32)
+    return (x * jnp.exp2(power)).astype(dtype)
+
+
+def make(case: Case, seed: int) -> Arrays:
+    """(x,)."""
+    return (rows(case.M, case.K, case.dtype, seed),)
 
 
 def cost(case: Case) -> Cost:

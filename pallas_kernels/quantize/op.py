@@ -1,4 +1,4 @@
-"""Quantisation of rows to packed FP4: `quantize`, and `nvfp4_quantize`, `mxfp4_quantize` by name."""
+"""Quantisation of rows to packed FP4: `quantize`; by name `nvfp4_quantize`, `mxfp4_quantize`."""
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,7 @@ def nvfp4_quantize(
     return quantize(x, _named(format, "nvfp4"), impl=impl, factor_from=factor_from)
 
 
-def mxfp4_quantize(
-    x: Float[Array, "*A K"], *, format: str | Format = "mxfp4", impl: str
-) -> Packed:
+def mxfp4_quantize(x: Float[Array, "*A K"], *, format: str | Format = "mxfp4", impl: str) -> Packed:
     """`quantize` to MXFP4, with options of the format such as "mxfp4:rule=even"."""
     return quantize(x, _named(format, "mxfp4"), impl=impl)
 
@@ -69,9 +67,7 @@ def quantize(
     per_row = None
     if given is not None:
         per_row = jnp.broadcast_to(given, (*x.shape[:-1], 1)).reshape(-1, 1)
-    codes, scales, global_ = kernel(
-        rows, per_row, format=chosen, interpret=impls.interpreted(impl)
-    )
+    codes, scales, global_ = kernel(rows, per_row, format=chosen, interpret=impls.interpreted(impl))
     factor = given
     if given is None and global_ is not None:
         factor = global_.reshape(*x.shape[:-1], 1)

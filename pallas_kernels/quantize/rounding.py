@@ -60,7 +60,7 @@ def number(bits):
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def row_global(amax, format: Format):
+def row_global(amax, format):
     """float32 global scale for the bits of a row's largest magnitude; 1 where there is none."""
     rule = getattr(format, "global_rule", "one")
     if rule == "one":
@@ -123,7 +123,7 @@ def mx_byte(amax, rule: str):
     return jnp.where(amax < INF, jnp.maximum(field - 2, 0), 0xFF)
 
 
-def step_of(byte, g, format: Format):
+def step_of(byte, g, format):
     """float32 step of scale bytes; NaN where the scale is."""
     scale = tiles.scale_value(byte, format)
     return scale * g if format.has_global else scale
@@ -163,7 +163,7 @@ def signed(code, bits):
     return jnp.where((bits < 0) & (code > 0), code + 8, code)
 
 
-def scale_bytes(bits, amax, g, format: Format, block: Block):
+def scale_bytes(bits, amax, g, format, block: Block):
     """Scale bytes, int32, of blocks of values with these magnitudes (bits)."""
     if format.name == "mxfp4":
         return mx_byte(amax, format.rule)
@@ -175,7 +175,7 @@ def scale_bytes(bits, amax, g, format: Format, block: Block):
     return jnp.where(_less(four, six), candidates[1], candidates[0])
 
 
-def _error(bits, amax, step, format: Format, block: Block):
+def _error(bits, amax, step, format, block: Block):
     """Error of each block in parts, as `formats.nvfp4_adaptive` defines it in whole numbers."""
     value = tiles.e2m1_value(nearest(bits, step)) * step
     field = amax >> 23

@@ -107,6 +107,7 @@ def block_error(x, value, amax, rule):
     with np.errstate(divide="ignore"):
         exponent = np.where(amax >= TINY, np.floor(np.log2(np.where(amax > 0, amax, 1))), -127)
     unit = np.ldexp(1.0, (exponent - 23).astype(int))[..., None]
+    x, value = x.astype(np.float64), value.astype(np.float64)
     value = np.where(np.isinf(value), 2.0**128, value)  # what overflows is the next power of two
     given, got = (np.floor(np.where(np.abs(v) < TINY, 0, np.abs(v)) / unit) for v in (x, value))
     error = np.minimum(np.abs(got - given), 2**24 - 1).astype(object)  # exact: Python integers

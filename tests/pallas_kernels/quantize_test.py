@@ -26,7 +26,8 @@ def quantize(x, format, **options):
 
 def unpacked(codes):
     codes = np.asarray(codes)
-    return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+    pairs = np.stack([codes & 15, codes >> 4], axis=-1)
+    return pairs.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 def assert_is(got, want):
