@@ -29,6 +29,9 @@ class TokenLogprobs:
     top_ids_Mk: Int[Array, "M k"] | None = None
 
 
+_Results = tuple[Array, Array, tuple[Array, Array] | None]  # log-probs, entropy, (largest, ids)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Static:
     impl: str
@@ -89,18 +92,19 @@ def token_logprobs(
     impls.choose(_OP, impl, {"xla": None, "triton": why, "mosaic_tpu": why})
     width = xla.chunk_width(hidden_MD.shape[0], vocabulary)
     static = _Static(impl, float(temperature), top_k, width)
-    logprob_M, entropy_M, best = _evaluate(static, hidden_MD, head_VD, tokens_M)
-    values, ids = (None, None) if best is None else jax.lax.stop_gradient(best)
+    results: _Results = _evaluate(static, hidden_MD, head_VD, tokens_M)
+    logprob_M, entropy_M, best = results
+    values, ids = (None, None) if best is None else best
     return TokenLogprobs(
         logprob_M=logprob_M,
         entropy_M=entropy_M,
-        top_logprobs_Mk=values,
+        top_logprobs_Mk=None if values is None else jax.lax.stop_gradient(values),
         top_ids_Mk=ids,
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _evaluate(static: _Static, hidden_MD: Array, head_VD: Array, tokens_M: Array):
+def _evaluate(static: _Static, hidden_MD: Array, head_VD: Array, tokens_M: Array) -> _Results:
     return _results(_statistics(static, hidden_MD, head_VD, tokens_M)[0])
 
 
@@ -166,7 +170,7 @@ def _statistics(
     ), None
 
 
-def _results(stats: Stats) -> tuple[Array, Array, tuple[Array, Array] | None]:
+def _results(stats: Stats) -> _Results:
     best = None
     if stats.top_Mk is not None and stats.ids_Mk is not None:
         best = (stats.logp(stats.top_Mk), stats.ids_Mk.astype(jnp.int32))

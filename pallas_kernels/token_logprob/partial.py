@@ -52,7 +52,8 @@ def merge(a: Partial, b: Partial) -> Partial:
     slope_a = scale_a * (a.slope_M + a.mass_M * from_a)
     slope_b = scale_b * (b.slope_M + b.mass_M * from_b)
     top = ids = None
-    if a.top_Mk is not None and b.top_Mk is not None:
+    if a.top_Mk is not None and a.ids_Mk is not None:
+        assert b.top_Mk is not None and b.ids_Mk is not None, "parts of unlike calls"
         values = jnp.concatenate([a.top_Mk, b.top_Mk], axis=-1)
         candidates = jnp.concatenate([a.ids_Mk, b.ids_Mk], axis=-1)
         top, at = jax.lax.top_k(values, a.top_Mk.shape[-1])
@@ -117,17 +118,18 @@ def absorb(so_far: Running, z: Array, valid: Array, chosen: Array) -> Running:
     Args: valid: where z is a logit. chosen: where it is that of the row's given token.
     """
     largest, mass, slope, picked = so_far
-    in_tile = jnp.max(jnp.where(valid, z, LOWEST), axis=1, keepdims=True)
-    new = jnp.maximum(largest, in_tile)
+    # One mask, and the chosen logits first: this order fits into a GPU's registers. What is masked
+    # adds nothing unless no logit is above `LOWEST`, and then the logits themselves make NaN.
+    z = jnp.where(valid, z, LOWEST)
+    picked_here = jnp.max(jnp.where(chosen, z, LOWEST), axis=1, keepdims=True)
+    new = jnp.maximum(largest, jnp.max(z, axis=1, keepdims=True))
     before = largest - new
     scale = jnp.exp(before)
     below = z - new
-    share = jnp.where(valid, jnp.exp(below), 0.0)
-    steps = jnp.where(valid, share * below, 0.0)
-    picked_here = jnp.max(jnp.where(valid & chosen, z, LOWEST), axis=1, keepdims=True)
+    share = jnp.exp(below)
     return (
         new,
         scale * mass + jnp.sum(share, axis=1, keepdims=True),
-        scale * (slope + mass * before) + jnp.sum(steps, axis=1, keepdims=True),
+        scale * (slope + mass * before) + jnp.sum(share * below, axis=1, keepdims=True),
         jnp.maximum(picked, picked_here),
     )

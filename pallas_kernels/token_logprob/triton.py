@@ -17,14 +17,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, BFloat16, Float, Int
 
-from pallas_kernels.common import impls
+from pallas_kernels.common import device, impls
 from pallas_kernels.token_logprob import partial
 from pallas_kernels.token_logprob.partial import Stats
 
-ROWS, COLUMNS, DEPTH = 128, 128, 64  # tokens, vocabulary, contraction of one tile
-_WARPS, _STAGES = 8, 3
+ROWS, DEPTH = 128, 64  # tokens, contraction of one tile
+COLUMNS = {9: 256}  # vocabulary of one tile, by major compute capability
+# A wide tile reads less from L2 for each product. On Blackwell 256 columns do not fit into the
+# registers of the forward kernel without spills, on Hopper they just do.
+_OTHER_COLUMNS = 128
+_WARPS, _STAGES = 8, 4
 _PROGRAMS = 1024  # several for each multiprocessor, so that the last wave is a small part
 _PARAMS = plt.CompilerParams(num_warps=_WARPS, num_stages=_STAGES)
+
+
+def columns() -> int:
+    """Of one tile, on the device that the kernel is traced for."""
+    return COLUMNS.get((device.current().capability or (0, 0))[0], _OTHER_COLUMNS)
 
 
 def forward(
@@ -37,10 +46,12 @@ def forward(
 ) -> Stats:
     """Sums over the whole vocabulary."""
     tokens, vocabulary = hidden_MD.shape[0], head_VD.shape[0]
-    row_tiles, column_tiles = pl.cdiv(tokens, ROWS), pl.cdiv(vocabulary, COLUMNS)
+    row_tiles, column_tiles = pl.cdiv(tokens, ROWS), pl.cdiv(vocabulary, columns())
     tiles = max(1, row_tiles * column_tiles // _PROGRAMS)  # of one program
     splits = pl.cdiv(column_tiles, tiles)
-    kernel = functools.partial(_forward_kernel, tiles=tiles, temperature=temperature)
+    kernel = functools.partial(
+        _forward_kernel, width=columns(), tiles=tiles, temperature=temperature
+    )
     part = jax.ShapeDtypeStruct((splits, tokens), jnp.float32)
     parts = pl.pallas_call(
         kernel,
@@ -66,15 +77,15 @@ def logit_gradient(
     impl: str,
 ) -> BFloat16[Array, "M N"]:
     """Gradient to one chunk of logits, before the temperature."""
-    tokens, width = hidden_MD.shape[0], rows_ND.shape[0]
+    tokens, chunk = hidden_MD.shape[0], rows_ND.shape[0]
     nothing_M = jnp.zeros(tokens, jnp.float32)
     kernel = functools.partial(
-        _gradient_kernel, temperature=temperature, entropic=d_entropy_M is not None
+        _gradient_kernel, width=columns(), temperature=temperature, entropic=d_entropy_M is not None
     )
     return pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(tokens, ROWS), pl.cdiv(width, COLUMNS)),
-        out_shape=jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16),
+        grid=(pl.cdiv(tokens, ROWS), pl.cdiv(chunk, columns())),
+        out_shape=jax.ShapeDtypeStruct((tokens, chunk), jnp.bfloat16),
         compiler_params=_PARAMS,
         interpret=impls.interpreted(impl),
         name="token_logprob_gradient",
@@ -90,19 +101,21 @@ def logit_gradient(
     )
 
 
-def _forward_kernel(hidden_ref, head_ref, tokens_ref, *out_refs, tiles: int, temperature: float):
+def _forward_kernel(
+    hidden_ref, head_ref, tokens_ref, *out_refs, width: int, tiles: int, temperature: float
+):
     (tokens, _), vocabulary = hidden_ref.shape, head_ref.shape[0]
     row, split = pl.program_id(0) * ROWS, pl.program_id(1)
     inside = row + jnp.arange(ROWS) < tokens
     given = plt.load(tokens_ref.at[pl.ds(row, ROWS)], mask=inside, other=-1)
 
     def tile(i, so_far):
-        column = (split * tiles + i) * COLUMNS
-        z = _logits(hidden_ref, head_ref, row, column, temperature)
+        column = (split * tiles + i) * width
+        z = _logits(hidden_ref, head_ref, row, column, width, temperature)
         at = column + jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
         return partial.absorb(so_far, z, at < vocabulary, at == given[:, None])
 
-    left = pl.cdiv(vocabulary, COLUMNS) - split * tiles
+    left = pl.cdiv(vocabulary, width) - split * tiles
     sums = jax.lax.fori_loop(0, jnp.minimum(tiles, left), tile, partial.start(ROWS))
     for ref, value in zip(out_refs, sums, strict=True):
         plt.store(ref.at[split, pl.ds(row, ROWS)], value.reshape(ROWS), mask=inside)
@@ -119,17 +132,18 @@ def _gradient_kernel(
     d_entropy_ref,
     out_ref,
     *,
+    width: int,
     temperature: float,
     entropic: bool,
 ):
-    (tokens, _), width = hidden_ref.shape, rows_ref.shape[0]
-    row, column = pl.program_id(0) * ROWS, pl.program_id(1) * COLUMNS
+    (tokens, _), chunk = hidden_ref.shape, rows_ref.shape[0]
+    row, column = pl.program_id(0) * ROWS, pl.program_id(1) * width
     inside = row + jnp.arange(ROWS) < tokens
 
     def load(ref):
         return plt.load(ref.at[pl.ds(row, ROWS)], mask=inside, other=0)[:, None]
 
-    z = _logits(hidden_ref, rows_ref, row, column, temperature)
+    z = _logits(hidden_ref, rows_ref, row, column, width, temperature)
     logp = (z - load(largest_ref)) - load(log_mass_ref)
     d_logprob = load(d_logprob_ref)
     weight = d_logprob
@@ -138,20 +152,20 @@ def _gradient_kernel(
     at = column + jax.lax.broadcasted_iota(jnp.int32, logp.shape, 1)
     dz = jnp.where(at == load(local_ref), d_logprob, 0.0) - jnp.exp(logp) * weight
     dz = (dz * (1.0 / temperature)).astype(jnp.bfloat16)
-    block = out_ref.at[pl.ds(row, ROWS), pl.ds(column, COLUMNS)]
-    plt.store(block, dz, mask=inside[:, None] & (at < width))
+    block = out_ref.at[pl.ds(row, ROWS), pl.ds(column, width)]
+    plt.store(block, dz, mask=inside[:, None] & (at < chunk))
 
 
-def _logits(hidden_ref, head_ref, row, column, temperature: float):
+def _logits(hidden_ref, head_ref, row, column, columns: int, temperature: float):
     """One tile, float32; what lies beyond the tokens or the vocabulary is zero."""
     width = hidden_ref.shape[1]
 
     def step(i, z):
         a = _tile(hidden_ref, row, ROWS, i * DEPTH)
-        b = _tile(head_ref, column, COLUMNS, i * DEPTH)
+        b = _tile(head_ref, column, columns, i * DEPTH)
         return z + jnp.dot(a, b.T, preferred_element_type=jnp.float32)
 
-    zero = jnp.zeros((ROWS, COLUMNS), jnp.float32)
+    zero = jnp.zeros((ROWS, columns), jnp.float32)
     z = jax.lax.fori_loop(0, pl.cdiv(width, DEPTH), step, zero)
     return z if temperature == 1.0 else z * (1.0 / temperature)
 

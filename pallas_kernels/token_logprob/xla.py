@@ -15,18 +15,21 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.token_logprob import partial
 from pallas_kernels.token_logprob.partial import Partial, Stats
 
-# Logits of one chunk are at most this large, or `_LEAST` columns. A chunk must be wide enough to
-# keep a GPU busy (256 MiB: 8192 tokens, 8192 columns); see the figures in the documentation.
-_CHUNK_BYTES = 256 * 2**20
+# Logits that are no larger than this are one chunk, and are kept for the backward pass.
+_KEPT_BYTES = 256 * 2**20
+# Else a chunk has at most this, or `_LEAST` columns: wide enough to keep a GPU busy (4096 columns
+# for 8192 tokens), small enough that the handful of such arrays that a TPU holds at a time does not
+# matter.
+_CHUNK_BYTES = 128 * 2**20
 _LEAST = 1024
 _MULTIPLE = 256  # whole tiles of a matmul
 
 
 def chunk_width(tokens: int, vocabulary: int) -> int:
     """Columns of one chunk; the whole vocabulary if its logits are small enough to be kept."""
-    most = max(_LEAST, _CHUNK_BYTES // (4 * max(tokens, 1)))
-    if vocabulary <= most:
+    if 4 * tokens * vocabulary <= _KEPT_BYTES or vocabulary <= _LEAST:
         return vocabulary
+    most = max(_LEAST, _CHUNK_BYTES // (4 * tokens))
     chunks = -(-vocabulary // most)
     even = -(-vocabulary // chunks)
     return min(vocabulary, -(-even // _MULTIPLE) * _MULTIPLE)
@@ -172,9 +175,9 @@ def backward(
     def add(i: int | Array, so_far: tuple[Array | None, Array | None]):
         d_hidden, d_head = so_far
         start, more, part = of_chunk(i)
-        if more is not None:
+        if d_hidden is not None and more is not None:
             d_hidden = d_hidden + more
-        if part is not None:
+        if d_head is not None and part is not None:
             part = part.astype(head_VD.dtype)
             d_head = jax.lax.dynamic_update_slice_in_dim(d_head, part, start, 0)
         return d_hidden, d_head
