@@ -44,7 +44,9 @@ def _small(name: str, sizes: tuple[int, ...], outputs: int, K: int, **fields: An
 
 def _train(name: str, sizes: tuple[int, ...], outputs: int, K: int, **fields: Any) -> Case:
     dtype = fields.get("x", "float32")
-    return _small(name, sizes, outputs, K, train=True, **{"x": dtype, "w": dtype, "out": dtype} | fields)
+    return _small(
+        name, sizes, outputs, K, train=True, **{"x": dtype, "w": dtype, "out": dtype} | fields
+    )
 
 
 def routed(tokens: int, block: int = 1) -> tuple[int, ...]:

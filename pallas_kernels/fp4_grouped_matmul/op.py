@@ -53,6 +53,7 @@ def fp4_grouped_matmul(
     if impl == "mosaic_gpu":
         from pallas_kernels.fp4_grouped_matmul import mosaic_gpu
 
+        assert isinstance(x, Packed)  # or it had refused
         return mosaic_gpu.grouped(x, w, group_sizes_E, block=block, out_dtype=out_dtype)
     from pallas_kernels.fp4_grouped_matmul import triton
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.common import tiles as decoding
 from pallas_kernels.common.packed import Packed
 from pallas_kernels.fp4_grouped_matmul import schedule
-from pallas_kernels.fp4_matmul import operands
+from pallas_kernels.fp4_matmul import decode
 from trace_jax.formats import Format
 
 
@@ -89,7 +89,7 @@ def _of_groups(factor: Float[Array, "..."], groups: int) -> Float[Array, "..."]:
 
 def _planes(x: Packed | Float[Array, "M K"], w: Packed) -> list[tuple[Array, Array]]:
     """Even and odd columns of x, (M, half), BF16, padded to the width of w; parts that sum to x."""
-    wide = operands.value(x, jnp.float32)[:, : w.width]
+    wide = decode.value(x, jnp.float32)[:, : w.width]
     wide = jnp.pad(wide, [(0, 0), (0, w.width - wide.shape[1])])
     exact = isinstance(x, Packed) or x.dtype == jnp.bfloat16
     parts, left = [], wide

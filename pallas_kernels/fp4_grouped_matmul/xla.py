@@ -35,7 +35,7 @@ def fp4_grouped(
     x_factor = x.factor if isinstance(x, Packed) else None
 
     def loop(x, w, tiles, wide):
-        x_MK = operands.value(x, wide)[:, :width]
+        x_MK = decode.value(x, wide)[:, :width]
 
         def group(e, y_MO):
             w_OK = decode.of_group(w, e, wide)[:, :width]
@@ -43,8 +43,9 @@ def fp4_grouped(
 
             def tile(t, y_MO):
                 total = _dot(_rows(x_MK, tiles, t), w_OK.T)
-                shared = x_factor is None or len(x_factor) == 1
-                factor = x_factor if shared else _rows(x_factor, tiles, t)
+                factor = x_factor
+                if factor is not None and len(factor) > 1:
+                    factor = _rows(factor, tiles, t)
                 y_bO = operands.scaled(total, factor, w_factor).astype(out_dtype)
                 return _write(y_MO, y_bO, tiles, t)
 

@@ -37,6 +37,7 @@ def fp4_matmul(
     if impl == "mosaic_gpu":
         from pallas_kernels.fp4_matmul import mosaic_gpu
 
+        assert isinstance(x, Packed)  # or it had refused
         return mosaic_gpu.matmul(x, w, out_dtype=out_dtype)
     from pallas_kernels.fp4_matmul import triton
 

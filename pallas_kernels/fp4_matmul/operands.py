@@ -60,11 +60,6 @@ def has(x: Operand, w: Packed, mosaic_gpu: str | None) -> Mapping[str, str | Non
     return {"xla": None, "triton": triton, "mosaic_gpu": mosaic_gpu}
 
 
-def value(x: Operand, dtype: jax.typing.DTypeLike) -> Float[Array, "..."]:
-    """code * scale, or the plain operand, in a dtype that holds it exactly."""
-    return (x.operand() if isinstance(x, Packed) else x).astype(dtype)
-
-
 def holds(x: Operand, w: Packed) -> jax.typing.DTypeLike:
     """The narrowest of BF16 and float32 that holds both operands exactly."""
     wide = [

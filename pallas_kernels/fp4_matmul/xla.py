@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.common.packed import Packed
-from pallas_kernels.fp4_matmul import operands
+from pallas_kernels.fp4_matmul import decode, operands
 
 
 def matmul(
@@ -16,8 +16,8 @@ def matmul(
     narrow = operands.holds(x, w)
 
     def total(x, w, dtype):
-        x_MK = operands.value(x, dtype)[:, :width]
-        w_OK = operands.value(w, dtype)[:, :width]
+        x_MK = decode.value(x, dtype)[:, :width]
+        w_OK = decode.value(w, dtype)[:, :width]
         precision = "highest" if dtype == jnp.float32 else None  # not TF32, not one BF16 pass
         return jnp.einsum(
             "MK,OK->MO", x_MK, w_OK, precision=precision, preferred_element_type=jnp.float32

@@ -8,12 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.common import device, packed, tiles
+from pallas_kernels.common import device, packed
 from pallas_kernels.common.debug import checked
 from pallas_kernels.common.packed import Packed
-from pallas_kernels.fp4_matmul import bench, op, ref
+from pallas_kernels.fp4_matmul import bench, decode, op, ref
 from pallas_kernels.fp4_matmul.cases import CASES
 from tests.pallas_kernels import fp4_oracle
+from trace_jax import formats
 
 SMALL = {case.name: case for case in CASES if case.small}
 IMPLS = ("xla", "triton_interpret")
@@ -144,7 +145,13 @@ def test_cost_of_a_case_counted_by_hand():
     assert cost.kind == "fp4"
 
 
-def test_tiles_decode_all_codes_and_scales():
-    codes = np.arange(16)
-    want = codes.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    assert np.array_equal(np.asarray(tiles.e2m1_value(jnp.asarray(codes, jnp.int32))), want)
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_plain_xla_decodes_every_code_under_every_scale_to_the_bits_of_the_format(format):
+    codes = jnp.tile(jnp.arange(256, dtype=jnp.uint8), (256, 1))
+    whole = formats.get(format)
+    scales = jnp.tile(jnp.arange(256, dtype=jnp.uint8)[:, None], (1, 512 // whole.block))
+    x = Packed(codes=codes, scales=scales, factor=None, format=whole)
+    got, want = decode.value(x, jnp.float32), x.operand()
+    assert np.array_equal(np.asarray(got), np.asarray(want), equal_nan=True)
+    signs = np.signbit(np.asarray(got)) == np.signbit(np.asarray(want))
+    assert np.all(signs | np.isnan(np.asarray(want)))
