@@ -28,6 +28,8 @@ def inputs(case, seed=3):
     with np.errstate(over="ignore"):
         other = (x.astype(np.float32) * (1 + 0.2 * rng.standard_normal(x.shape))).astype(x.dtype)
     other[-1:] = x[-1:]
+    other = np.where(np.isfinite(other), other, x.dtype.type(1))  # NaN on one side only
+    other[4:5, 7] = np.nan
     site = site_of(case)
     record = None
     if case.kind is not None:
