@@ -37,6 +37,7 @@ def main() -> None:
         raise ValueError(f"--ops: got {','.join(ops)}, need some of {','.join(catalogue.OPS)}.")
     report: dict[str, Any] = {"facts": {}, "rows": [], "no_time": [], "targets": []}
     with Workers(_PACKAGE.value, _ITEM.value, deadline) as workers:
+        workers.start(["facts", *ops])
         report["facts"] = workers.ask("facts", "facts")
         print(device_report.facts(report["facts"]), flush=True)
         device_report.write(report, _JSON.value)

@@ -56,21 +56,22 @@ TARGETS = (
 
 
 def by_importance(items: Sequence[Row]) -> list[Row]:
-    """Targets, other real sizes, small kernels, plain XLA; within each, ops take turns."""
+    """Targets, then other kernels, then plain XLA; within each, ops take turns, and real sizes
+    with small ones: these are the odd shapes."""
 
     def rank(item: Row) -> int:
         if item["impl"] == "xla":
-            return 4 if item["small"] else 3
-        if item["small"]:
             return 2
         return 0 if any(_concerns(target, item) for target in TARGETS) else 1
 
     ordered = []
-    for wanted in range(5):
+    for wanted in range(3):
         chosen = [item for item in items if rank(item) == wanted]
-        ops = dict.fromkeys(item["op"] for item in chosen)
-        queues = [[item for item in chosen if item["op"] == op] for op in ops]
-        ordered += [item for turn in itertools.zip_longest(*queues) for item in turn if item]
+        queues: dict[tuple[bool, str], list[Row]] = {}
+        for item in sorted(chosen, key=lambda item: item["small"]):
+            queues.setdefault((item["small"], item["op"]), []).append(item)
+        turns = itertools.zip_longest(*queues.values())
+        ordered += [item for turn in turns for item in turn if item is not None]
     return ordered
 
 

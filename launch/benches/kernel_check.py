@@ -33,6 +33,7 @@ Row = dict[str, Any]
 
 def main(package: str) -> None:
     """Answers requests until there are no more."""
+    jax.devices()  # takes seconds: before the first request
     for line in sys.stdin:
         request = json.loads(line)
         try:

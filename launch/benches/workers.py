@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from typing import IO, Any
 
 from launch.benches.kernel_check import MARK
@@ -79,11 +80,16 @@ class Workers:
         for worker in self._running.values():
             worker.close()
 
+    def start(self, names: Iterable[str]) -> None:
+        """Starts processes that will be asked later: each takes seconds to find the device."""
+        for name in names:
+            self._running[name] = _Worker(self._package)
+
     def ask(self, name: str, what: str, **details: Any) -> Any:
         """The answer; a dictionary with "failed" if there is none, and "out_of_time" if the
         deadline came first: then nothing is known."""
         if name not in self._running:
-            self._running[name] = _Worker(self._package)
+            self.start([name])
         worker = self._running[name]
         allowed = self._timeout_s + (0.0 if worker.asked else _START)
         left = max(1.0, self._deadline - time.monotonic())

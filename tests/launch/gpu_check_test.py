@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -53,13 +54,18 @@ def test_each_failure_is_one_row_and_the_rest_goes_on(tmp_path):
     assert "11 ran, 5 failed, 0 had no time" in done.stdout
 
 
-def test_when_time_is_up_what_is_left_is_listed(tmp_path):
-    flags = ("--package=toy_kernels", "--ops=hanging,right", "--minutes=0.3")
-    done, report = gpu_check(tmp_path, *flags)
-    assert done.returncode == 1 and report["rows"] == []  # nothing ran
-    assert {item["op"] for item in report["no_time"]} == {"hanging", "right"}
-    assert f"{len(report['no_time'])} had no time" in done.stdout
-    assert "no time: right " in done.stdout
+def test_a_dry_run_keeps_to_its_minutes_and_lists_what_is_left(tmp_path):
+    start = time.monotonic()
+    done, report = gpu_check(tmp_path, "--ops=quantize", "--minutes=0.4")
+    assert time.monotonic() - start < 24 + 20
+    ran, left = report["rows"], report["no_time"]
+    assert done.returncode == (0 if ran else 1), done.stdout
+    assert all(row["right"] for row in ran) and left
+    small = [bench for bench in catalogue.benches("quantize") if bench.small]
+    named = {(item["case"], item["impl"]) for item in ran + left}
+    if named != {("", "")}:  # a machine so slow that it could not even list them
+        assert len(ran + left) == len(named) == sum(len(bench.impls) for bench in small)
+    assert f"{len(left)} had no time" in done.stdout and "no time: quantize " in done.stdout
 
 
 def test_all_right_is_status_0(tmp_path):
@@ -74,11 +80,8 @@ def test_unknown_ops_name_the_choices(tmp_path):
     assert "--ops: got quantise, need some of quantize,fake_quant" in done.stderr
 
 
-ONE = {"quantize"}
-EVERY = [op if op in ONE else pytest.param(op, marks=pytest.mark.slow) for op in catalogue.OPS]
-
-
-@pytest.mark.parametrize("op", EVERY)
+@pytest.mark.slow
+@pytest.mark.parametrize("op", catalogue.OPS)
 def test_a_dry_run_finds_the_small_cases_right(tmp_path, op):
     done, report = gpu_check(tmp_path, f"--ops={op}", "--minutes=12", "--item_seconds=300")
     assert done.returncode == 0, done.stdout
@@ -122,15 +125,14 @@ def test_what_matters_most_comes_first_and_ops_take_turns():
     order = [
         (item["op"], item["impl"], item["small"]) for item in device_report.by_importance(items)
     ]
-    assert order[:3] == [
-        ("quantize", "triton", False),
-        ("fake_quant", "triton", False),
+    assert order[:2] == [("quantize", "triton", False), ("fake_quant", "triton", False)]
+    assert order[2:6] == [
         ("token_logprob", "triton", False),
+        ("token_logprob", "triton", True),
+        ("quantize", "triton", True),
+        ("fake_quant", "triton", True),
     ]
-    assert order[3:6] == [
-        (op, "triton", True) for op in ("token_logprob", "quantize", "fake_quant")
-    ]
-    assert [small for _, _, small in order[6:]] == [False] * 3 + [True] * 3
+    assert {impl for _, impl, _ in order[6:]} == {"xla"}
     assert len(order) == len(items)
 
 
