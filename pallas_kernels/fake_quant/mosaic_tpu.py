@@ -2,7 +2,8 @@
 
 See `quantize.mosaic_tpu` for how lanes are handled. Here the matrix unit also spreads: a product
 with a matrix of 0 and 1 brings the byte that holds a value's record, and its block's scale byte, to
-the value's lane, exactly.
+the value's lane, exactly. What is one number a row travels in one array for all, since memory holds
+whole registers of 128 lanes.
 """
 
 import functools
@@ -38,17 +39,18 @@ def fake_quant(x_MK, recorded, valid_M, *, format: Format, kind, guided, scales:
     width = pl.cdiv(K, per_byte * LANES) * per_byte * LANES
     names = types.of_interest(recorded is not None)
     outputs = {"value": jax.ShapeDtypeStruct((M, width), x_MK.dtype)}
-    outputs |= {name: jax.ShapeDtypeStruct((M, 1), jnp.int32) for name in names}
+    outputs["counts"] = jax.ShapeDtypeStruct((M, len(names)), jnp.int32)
     if scales:
         outputs["own"] = jax.ShapeDtypeStruct((M, width // format.block), jnp.uint8)
         if format.has_global:
             outputs["own_global"] = jax.ShapeDtypeStruct((M, 1), jnp.float32)
-    inputs = {"x": _widen(x_MK, width), "valid": valid_M.astype(jnp.int32)[:, None]}
+    inputs = {"x": _widen(x_MK, width)}
+    of_rows = [valid_M.astype(jnp.float32)[:, None]]
     if recorded is not None:
         inputs["bits"] = _widen(recorded.bits, width // per_byte)
         inputs["scales"] = _widen(recorded.scales, width // format.block)
-        if format.has_global:
-            inputs["global"] = recorded.global_scale
+        of_rows += [recorded.global_scale] if format.has_global else []
+    inputs["rows"] = jnp.concatenate(of_rows, axis=1)
     chunk = min(CHUNK, width)
     matrices = {"spread": spreading(chunk, format.block)}
     matrices |= {"expand": spreading(per_byte * LANES, per_byte)}
@@ -65,7 +67,7 @@ def fake_quant(x_MK, recorded, valid_M, *, format: Format, kind, guided, scales:
         name=f"fake_quant_{format.name}",
     )(inputs, matrices)
     own = found["own"][:, : format.padded(K) // format.block] if scales else None
-    counts = {name: found[name] for name in names}
+    counts = {name: found["counts"][:, i : i + 1] for i, name in enumerate(names)}
     return found["value"][:, :K], counts, own, found.get("own_global")
 
 
@@ -82,7 +84,7 @@ def _kernel(given, matrices, out, *, K, format, kind, guided):
         g = rounding.row_global(jnp.max(bits, axis=1, keepdims=True), format)
     if "own_global" in out:
         out["own_global"][...] = g
-    valid = given["valid"][...] > 0
+    valid = given["rows"][:, :1] > 0
     block = over_block(format.block)
     counts = {}
     for start in range(0, x_ref.shape[1], CHUNK):
@@ -106,8 +108,9 @@ def _kernel(given, matrices, out, *, K, format, kind, guided):
             first, blocks = start // format.block, (end - start) // format.block
             picked = select(own, matrices["pick"][: end - start, :blocks])
             out["own"][:, first : first + blocks] = picked.astype(jnp.uint8)
-    for name, count in counts.items():
-        out[name][...] = count
+    names = types.of_interest("bits" in given)
+    lane = jax.lax.broadcasted_iota(jnp.int32, out["counts"].shape, 1)
+    out["counts"][...] = sum(jnp.where(lane == i, counts[n], 0) for i, n in enumerate(names))
 
 
 def _record(given, matrices, start, end, format: Format, kind: str) -> following.Record:
@@ -125,7 +128,7 @@ def _record(given, matrices, start, end, format: Format, kind: str) -> following
         _bytes(given["scales"], start // format.block, blocks),
         matrices["spread"][:blocks, : end - start],
     )
-    g = given["global"][...] if format.has_global else None
+    g = given["rows"][:, 1:2] if format.has_global else None
     return following.Record(values=values, byte=byte, g=g)
 
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.common import impls
-from pallas_kernels.fake_quant import mosaic_tpu, ref, triton
+from pallas_kernels.fake_quant import ref
+from pallas_kernels.fake_quant.straight_through import masked_straight_through, straight_through
 from pallas_kernels.fake_quant.types import KINDS, PER_BYTE, STE, Counts, Recorded
 from pallas_kernels.quantize import rounding
-from pallas_kernels.quantize.triton import too_wide
 from trace_jax import formats
 from trace_jax.checks import require
 from trace_jax.formats import Format
@@ -49,7 +49,7 @@ def fake_quant(
     _check(x, valid, kind, ste)
     reason = rounding.unsupported(chosen) or _undecodable(recorded, scale_bits, global_bits)
     has = {"xla": _undecodable(recorded, scale_bits, global_bits), "mosaic_tpu": reason}
-    has["triton"] = reason or too_wide(x.shape[-1])
+    has["triton"] = reason or rounding.too_wide(x.shape[-1])
     impl = impls.choose("fake_quant", impl, has)
     if recorded is not None:
         _check_recorded(x, recorded, chosen, kind)
@@ -58,9 +58,12 @@ def fake_quant(
     if impl == "xla" or x.size == 0:
         found = ref.fake_quant(exact, recorded, valid, format=chosen, kind=kind, guided=guided)
     else:
-        kernel = triton.fake_quant if impl.startswith("triton") else mosaic_tpu.fake_quant
+        if impl.startswith("triton"):
+            from pallas_kernels.fake_quant import triton as kernels
+        else:
+            from pallas_kernels.fake_quant import mosaic_tpu as kernels
         rows, record = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), (exact, recorded))
-        found = kernel(
+        found = kernels.fake_quant(
             rows,
             record,
             valid.reshape(-1),
@@ -84,31 +87,6 @@ def fake_quant(
     largest = chosen.spread(jnp.float32(chosen.element.MAX) * step)[..., : x.shape[-1]]
     passes = jnp.abs(exact.astype(jnp.float32)) <= largest
     return masked_straight_through(x, value, passes), Counts(**counts)
-
-
-@jax.custom_vjp
-def straight_through(x: Float[Array, "*A"], value: Float[Array, "*A"]) -> Float[Array, "*A"]:
-    """`value` in the forward, bit for bit; the cotangent goes to `x` unchanged, none to `value`."""
-    del x
-    return value
-
-
-straight_through.defvjp(lambda x, value: (value, None), lambda _, g: (g, jnp.zeros_like(g)))
-
-
-@jax.custom_vjp
-def masked_straight_through(
-    x: Float[Array, "*A"], value: Float[Array, "*A"], passes: Bool[Array, "*A"]
-) -> Float[Array, "*A"]:
-    """Like `straight_through`, but no gradient where `passes` is False."""
-    del x, passes
-    return value
-
-
-masked_straight_through.defvjp(
-    lambda x, value, passes: (value, passes),
-    lambda passes, g: (jnp.where(passes, g, jnp.zeros_like(g)), jnp.zeros_like(g), None),
-)
 
 
 def _undecoded(recorded: Recorded, valid: jax.Array) -> jax.Array:
