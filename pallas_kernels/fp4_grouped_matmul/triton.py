@@ -18,9 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import tiles as decoding
 from pallas_kernels.common.packed import Packed
-from pallas_kernels.fp4_grouped_matmul import schedule
+from pallas_kernels.fp4_grouped_matmul import schedule, triton_decode
 from pallas_kernels.fp4_matmul import decode
 from trace_jax.formats import Format
 
@@ -68,7 +67,7 @@ def fp4_grouped(
     planes = _planes(x, w)
     x_factor = x.factor[:, 0] if isinstance(x, Packed) and x.factor is not None else None
     w_factor = None if w.factor is None else _of_groups(w.factor, groups)
-    kernel = functools.partial(_kernel, how=how, format=w.format)
+    kernel = functools.partial(_kernel, how=how, format=w.format, interpret=interpret)
     call = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(outputs, how.outputs), len(cut.group_T)),
@@ -116,6 +115,7 @@ def _kernel(
     *,
     how,
     format,
+    interpret,
 ):
     groups, outputs, half = codes_ref.shape
     first, tile = pl.program_id(0) * how.outputs, pl.program_id(1)
@@ -132,9 +132,9 @@ def _kernel(
             at = pl.ds(i * how.bytes, how.bytes)
             there = inside(i * how.bytes, how.bytes, half, exact=half % how.bytes == 0)
             codes = load(codes_ref.at[expert, pl.ds(first, how.outputs), at], own, there)
-            scales = _scales(scales_ref, expert, first, i, own, how, format)
-            for plane, nibbles in enumerate(_nibbles(codes)):
-                left = (decoding.e2m1_value(nibbles) * scales).astype(jnp.bfloat16)
+            scales = _scales(scales_ref, expert, first, i, own, how, format, interpret)
+            values = triton_decode.planes(codes, scales, interpret=interpret)
+            for plane, left in enumerate(values):
                 for x_refs in planes:
                     x = load(x_refs[plane].at[pl.ds(start, how.rows), at], rows, there)
                     total += jnp.dot(left, x.T, preferred_element_type=jnp.float32)
@@ -150,18 +150,13 @@ def _kernel(
         plt.store(out, total.T.astype(y_ref.dtype), mask=both(rows, own, out.shape))
 
 
-def _nibbles(codes):
-    wide = codes.astype(jnp.int32)
-    return wide & 15, wide >> 4
-
-
-def _scales(ref, expert, first, i, own, how, format: Format):
-    """The scale of each byte of codes of step i, float32."""
+def _scales(ref, expert, first, i, own, how, format: Format, interpret: bool):
+    """The scale of each byte of codes of step i, BF16."""
     spread = format.block // 2
     wide, count = ref.shape[2], how.bytes // spread
     there = inside(i * count, count, wide, exact=wide % count == 0)
     byte = load(ref.at[expert, pl.ds(first, how.outputs), pl.ds(i * count, count)], own, there)
-    scale = decoding.scale_value(byte.astype(jnp.int32), format)
+    scale = triton_decode.scales(byte, format, interpret=interpret)
     shape = (how.outputs, count, spread)
     return jnp.broadcast_to(scale[:, :, None], shape).reshape(how.outputs, how.bytes)
 

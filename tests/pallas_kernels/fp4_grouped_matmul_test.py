@@ -6,13 +6,14 @@ import re
 import jax
 import jax.numpy as jnp
 import jaxtyping
+import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels.common import packed
 from pallas_kernels.common.debug import checked
 from pallas_kernels.common.packed import Packed
-from pallas_kernels.fp4_grouped_matmul import bench, op, ref, schedule
+from pallas_kernels.fp4_grouped_matmul import bench, op, ref, schedule, triton_decode
 from pallas_kernels.fp4_grouped_matmul.cases import CASES, routed
 from tests.pallas_kernels import fp4_oracle
 
@@ -196,6 +197,10 @@ def test_plain_xla_never_holds_an_array_over_all_groups():
     assert "[11,20,24]" in program  # the packed weights: shapes are found so
     assert not re.search(r"(f32|bf16)\[11,20,\d+\]|\[37,11\b|\[11,37\b", program)
     narrow, wide = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    run = jax.jit(functools.partial(op.grouped_matmul, impl="xla"))
+    program = run.lower(narrow, wide, sizes).compile().as_text()
+    # nor the bits of all weights as integers: only inside the fusion that takes one group of them
+    assert not re.search(r"= (f32|u16|bf16)\[11,20,48\]\S* (fusion|copy|convert)\(", program)
     train = bench.with_gradients(functools.partial(op.grouped_matmul, impl="xla"))
     program = jax.jit(train).lower(narrow, wide, sizes, narrow[:, :20]).compile().as_text()
     assert "[11,20,48]" in program
@@ -235,3 +240,61 @@ def test_peers_agree():
     assert {"ours", "lax.ragged_dot", "dense einsum"} <= set(results)
     for result in results.values():
         assert np.allclose(result, results["ours"], rtol=0, atol=1e-3)
+
+
+def execute(text, registers):
+    """Runs straight-line PTX of 32-bit registers: what `triton_decode` uses, from PTX's manual."""
+
+    def value(name):
+        return registers[name] if name in registers else int(name, 16 if "x" in name else 10)
+
+    def bf16(bits):
+        return np.asarray([bits & 0xFFFF, bits >> 16], np.uint16).view(ml_dtypes.bfloat16)
+
+    for line in text.strip("{}\n").split("\n"):
+        name, _, rest = line.rstrip(";").partition(" ")
+        if name == ".reg":
+            continue
+        target, *operands = rest.split(", ")
+        a, b, *more = (value(operand) for operand in operands)
+        if name == "and.b32":
+            result = a & b
+        elif name == "shr.u32":
+            result = a >> b
+        elif name == "shl.b32":
+            result = a << b
+        elif name == "prmt.b32":
+            table = (b << 32) | a
+            picks = [more[0] >> (4 * i) & 15 for i in range(4)]
+            assert max(picks) < 8  # the fourth bit would replicate a sign
+            result = sum((table >> (8 * pick) & 255) << (8 * i) for i, pick in enumerate(picks))
+        elif name == "lop3.b32":
+            assert more[1] == (0xF0 & 0xCC) | 0xAA
+            result = (a & b) | more[0]
+        else:
+            assert name == "mul.rn.bf16x2"
+            low, high = (bf16(a) * bf16(b)).view(np.uint16).tolist()
+            result = low | high << 16
+        registers[target] = result & 0xFFFFFFFF
+    return registers
+
+
+@pytest.mark.parametrize("plane", [0, 1])
+def test_the_ptx_that_decodes_gives_the_value_of_every_nibble(plane):
+    random = np.random.default_rng(0)
+    codes = random.permutation(np.tile(np.arange(256, dtype=np.uint8), 4)).reshape(-1, 4)
+    scales = random.integers(1, 0x7F, codes.shape, np.uint8).view(ml_dtypes.float8_e4m3fn)
+    scales = scales.astype(ml_dtypes.bfloat16)
+    text = triton_decode.ptx(plane)
+    for four, by in zip(codes, scales, strict=True):
+        words = by.view(np.uint16).astype(int)
+        registers = {
+            "$2": int.from_bytes(four.tobytes(), "little"),
+            "$3": int(words[0] | words[1] << 16),
+            "$4": int(words[2] | words[3] << 16),
+        }
+        done = execute(text, registers)
+        raw = np.asarray([done["$0"], done["$1"]], np.uint32).view(ml_dtypes.bfloat16)
+        nibble = (four >> (4 * plane)) & 15
+        want = nibble.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * by.astype(np.float32)
+        assert np.array_equal(raw.astype(np.float32), want)
