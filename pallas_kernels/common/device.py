@@ -5,7 +5,6 @@ has no device, so it names one: `with device.described("cuda", (10, 0)): jax.jit
 """
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Iterator
 
@@ -25,25 +24,20 @@ class Device:
         return f"{self.platform} of compute capability {self.capability[0]}.{self.capability[1]}"
 
 
-_DESCRIBED: contextvars.ContextVar[Device | None] = contextvars.ContextVar(
-    "described", default=None
-)
+_DESCRIBED = jax.make_user_context(default_value=None)  # programs are traced anew where it changes
 
 
 @contextlib.contextmanager
 def described(platform: str, capability: tuple[int, int] | None = None) -> Iterator[None]:
     """Within it, kernels are traced for this device."""
-    token = _DESCRIBED.set(Device(platform, capability))
-    try:
+    with _DESCRIBED(Device(platform, capability)):
         yield
-    finally:
-        _DESCRIBED.reset(token)
 
 
 def current() -> Device:
     """The described device, or JAX's default one."""
-    found = _DESCRIBED.get()
-    if found is not None:
+    found = _DESCRIBED.value
+    if isinstance(found, Device):
         return found
     chosen = jax.devices()[0]
     if chosen.platform != "gpu":

@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import checkify
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.common import impls
+from pallas_kernels.common import debug, impls
 from pallas_kernels.common.packed import Packed
 from pallas_kernels.fp4_grouped_matmul import xla
 from pallas_kernels.fp4_matmul import operands
@@ -127,13 +126,13 @@ def _check_groups(where: str, rows: int, experts: int, sizes: Array, block: int)
     require(whole, f"{where}: block", block, f"a divisor of the {rows} rows of x", fix)
     bad = jnp.sum((sizes < 0) | (sizes % block != 0), dtype=jnp.int32)
     total = jnp.sum(sizes)
-    checkify.debug_check(
+    debug.check(
         bad == 0,
         f"{where}: group_sizes_E: got {{bad}} that are negative or no multiple of block {block}, "
         "need none. Fix: count the rows of each group, padded to whole blocks.",
         bad=bad,
     )
-    checkify.debug_check(
+    debug.check(
         total <= rows,
         f"{where}: group_sizes_E: got {{total}} rows in all, need at most the {rows} of x. "
         "Fix: sort the rows by group and count them.",

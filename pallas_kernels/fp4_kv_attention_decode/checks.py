@@ -2,9 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import checkify
 
-from pallas_kernels.common import packed
+from pallas_kernels.common import debug, packed
 from pallas_kernels.common.packed import Packed
 from trace_jax.checks import require
 
@@ -79,7 +78,7 @@ def new(
 
 def debug_lengths(where: str, length: jax.Array, slots: int) -> None:
     """Lengths within 0..slots."""
-    checkify.debug_check(
+    debug.check(
         jnp.all((length >= 0) & (length <= slots)),
         f"{where}: length_B: got {{low}} to {{high}}, need 0 to {slots}, the slots of a sequence. "
         "Fix: count the slots that are written, the new one included",
@@ -90,7 +89,7 @@ def debug_lengths(where: str, length: jax.Array, slots: int) -> None:
 
 def debug_slots(where: str, slot: jax.Array, slots: int) -> None:
     """Slots within 0..slots-1."""
-    checkify.debug_check(
+    debug.check(
         jnp.all((slot >= 0) & (slot < slots)),
         f"{where}: slot_B: got {{low}} to {{high}}, need 0 to {slots - 1}. "
         "Fix: give the cache more slots; a slot that does not exist is not written",
@@ -114,7 +113,7 @@ def debug_pages(
     entry = jnp.arange(page_table.shape[1])[None, :]
     used = entry == upto[:, None] // page if only_last else entry * page < upto[:, None]
     wrong = used & ((page_table < 0) | (page_table >= pages))
-    checkify.debug_check(
+    debug.check(
         ~jnp.any(wrong),
         f"{where}: page_table_BN: got page {{page}}, need 0 to {pages - 1}. "
         "Fix: give a sequence its pages before its length reaches them",
@@ -131,7 +130,7 @@ def debug_scales(
         if page_table is not None:
             bad = bad[page_table].reshape(page_table.shape[0], -1)
         seen = jnp.arange(bad.shape[1])[None, :] < length[:, None]
-        checkify.debug_check(
+        debug.check(
             ~jnp.any(bad & seen),
             f"{where}: {name}.scales: got NaN in {{count}} slots below the length, need numbers. "
             "Fix: look for NaN or Inf in what was written there",

@@ -16,8 +16,6 @@ from pallas_kernels.common.packed import Packed
 from pallas_kernels.fp4_kv_attention_decode import (
     checks,
     ref_write,
-    triton,
-    triton_write,
     xla,
 )
 from pallas_kernels.fp4_kv_attention_decode.ref_write import Record
@@ -115,6 +113,8 @@ def _attend(impl: str, tree: Any, *leaves: Array) -> Array:
     arrays = jax.tree.unflatten(tree, leaves)
     if impl == "xla":
         return xla.attention_decode(*arrays)
+    from pallas_kernels.fp4_kv_attention_decode import triton
+
     return triton.attention_decode(*arrays, impl=impl)
 
 
@@ -125,6 +125,8 @@ def _store(
     arrays = jax.tree.unflatten(tree, leaves)
     if impl == "xla":
         return ref_write.write(*arrays, record=record)
+    from pallas_kernels.fp4_kv_attention_decode import triton_write
+
     return triton_write.write(*arrays, record=record, impl=impl)
 
 

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import checkify
 from jaxtyping import Array, Float
 
-from pallas_kernels.common import packed
+from pallas_kernels.common import debug, packed
 from pallas_kernels.common.packed import Packed
 from trace_jax.checks import require
 
@@ -44,7 +43,7 @@ def check_values(where: str, **operands: Operand) -> None:
     for name, x in operands.items():
         if isinstance(x, Packed):
             bad = jnp.sum(jnp.isnan(x.format.steps(x.scales, None)), dtype=jnp.int32)
-            checkify.debug_check(
+            debug.check(
                 bad == 0,
                 f"{where}: {name}.scales: got {{bad}} NaN, need none. Fix: what was quantised held "
                 "NaN or Inf.",

@@ -2,12 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import checkify
 from jaxtyping import Array, Float
 
-from pallas_kernels.common import impls
+from pallas_kernels.common import debug, impls
 from pallas_kernels.common.packed import Packed
-from pallas_kernels.quantize import mosaic_tpu, ref, rounding, triton
+from pallas_kernels.quantize import ref, rounding
 from trace_jax import formats
 from trace_jax.checks import message, require
 from trace_jax.formats import Format
@@ -58,16 +57,20 @@ def quantize(
     else:
         _check_given(x, given, chosen)
     reason = rounding.unsupported(chosen)
-    has = {"xla": None, "mosaic_tpu": reason, "triton": reason or triton.too_wide(x.shape[-1])}
+    has = {"xla": None, "mosaic_tpu": reason, "triton": reason or rounding.too_wide(x.shape[-1])}
     impl = impls.choose("quantize", impl, has)
     if impl == "xla" or x.size == 0:
         return ref.quantize(x, given, format=chosen)
-    kernel = triton.quantize if impl.startswith("triton") else mosaic_tpu.quantize
+    if impl.startswith("triton"):
+        from pallas_kernels.quantize import triton as kernels
+    else:
+        from pallas_kernels.quantize import mosaic_tpu as kernels
     rows = x.reshape(-1, x.shape[-1])
     per_row = None
     if given is not None:
         per_row = jnp.broadcast_to(given, (*x.shape[:-1], 1)).reshape(-1, 1)
-    codes, scales, global_ = kernel(rows, per_row, format=chosen, interpret=impls.interpreted(impl))
+    how = {"format": chosen, "interpret": impls.interpreted(impl)}
+    codes, scales, global_ = kernels.quantize(rows, per_row, **how)
     factor = given
     if given is None and global_ is not None:
         factor = global_.reshape(*x.shape[:-1], 1)
@@ -102,7 +105,7 @@ def _check_given(x: jax.Array, given: jax.Array, format: Format) -> None:
         a in (1, b) for a, b in zip(given.shape, full, strict=True)
     )
     require(fits, f"{where}: shape", given.shape, f"{full}, or 1 where shared")
-    checkify.debug_check(
+    debug.check(
         jnp.all((given >= jnp.float32(2.0**-112)) & (given <= jnp.float32(2.0**118))),
         f"{where}: got global scales from {{low}} to {{high}}, need 2^-112 to 2^118. "
         "Fix: make them with `Format.global_scale`",

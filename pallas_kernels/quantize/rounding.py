@@ -21,6 +21,7 @@ from trace_jax.formats import Format
 
 MAGNITUDE = 0x7FFFFFFF
 INF = 0x7F800000
+MAX_WIDTH = 1 << 14  # what a GPU program's registers hold, and a sum of two counts in 32 bits
 KERNEL_FORMATS = ("nvfp4", "mxfp4")
 ADAPTIVE = ("mse", "mae", "abs_max")  # the rules of Four Over Six
 _TIES_UP = (0, 1, 0, 1, 0, 1, 0)  # of the midpoints between codes c and c+1, where c is odd
@@ -37,6 +38,11 @@ class Block:
 
     largest: Callable[[Any], Any]
     total: Callable[[Any], Any]
+
+
+def too_wide(K: int) -> str | None:
+    """Why a GPU program cannot hold rows of K values, or None."""
+    return None if K <= MAX_WIDTH else f"rows of up to {MAX_WIDTH} values, not {K}"
 
 
 def unsupported(format: Format) -> str | None:

@@ -17,7 +17,6 @@ from trace_jax.formats import Format
 
 _A_THREAD = 16
 _MAX_WARPS = 16
-MAX_WIDTH = 1 << 14  # what a program's registers hold, and a sum of two counts in 32 bits
 
 
 def quantize(x_MK, global_M1, *, format: Format, interpret: bool):
@@ -41,11 +40,6 @@ def quantize(x_MK, global_M1, *, format: Format, interpret: bool):
         name=f"quantize_{format.name}",
     )(*inputs)
     return codes, scales, global_[0] if made else global_M1
-
-
-def too_wide(K: int) -> str | None:
-    """Why rows of K values cannot be held by a program, or None."""
-    return None if K <= MAX_WIDTH else f"rows of up to {MAX_WIDTH} values, not {K}"
 
 
 def tile(padded: int) -> tuple[int, int]:

@@ -7,11 +7,10 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.experimental import checkify
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import impls
-from pallas_kernels.token_logprob import mosaic_tpu, partial, triton, xla
+from pallas_kernels.common import debug, impls
+from pallas_kernels.token_logprob import partial, xla
 from pallas_kernels.token_logprob.partial import Stats
 from trace_jax.checks import require
 
@@ -69,7 +68,7 @@ def token_logprobs(
              The head is cast to the dtype of `hidden_MD`; products are accumulated in float32; the
              rest is float32.
     Args:    hidden_MD: after the final norm. head_VD: the head, or the embedding it is tied to.
-             tokens_M: 0 .. V-1; others give NaN, and an error where `checkify` looks.
+             tokens_M: 0 .. V-1; others give NaN, and an error in debug mode.
              top_k: how many of the largest log-probs to return, with ids; equal ones by id.
              impl: "xla" everywhere. Kernels take BF16 hidden states and no `top_k`.
     Returns: `TokenLogprobs`. Gradients flow to hidden states and head through log-probs and
@@ -81,7 +80,7 @@ def token_logprobs(
     _check(hidden_MD, head_VD, tokens_M, temperature, top_k)
     vocabulary = head_VD.shape[0]
     inside_M = (tokens_M >= 0) & (tokens_M < vocabulary)
-    checkify.debug_check(
+    debug.check(
         jnp.all(inside_M),
         f"{_OP}: tokens_M: got {{low}} to {{high}}, need 0 to {vocabulary - 1}. "
         "Fix: mask padding after the call, and give it any token of the vocabulary",
@@ -131,6 +130,8 @@ def _evaluate_backward(static: _Static, saved: _Saved, cotangents):
         operands = (hidden_MD, rows_ND, saved.tokens_M - start, saved.stats)
         given = (d_logprob_M, d_entropy_M)
         if by_triton:
+            from pallas_kernels.token_logprob import triton
+
             return triton.logit_gradient(
                 *operands, *given, temperature=static.temperature, impl=static.impl
             )
@@ -152,7 +153,10 @@ def _statistics(
 ) -> tuple[Stats, Array | None]:
     """And the logits, where they are small enough to be kept for the backward pass."""
     if static.impl != "xla":
-        kernel = triton if static.impl.startswith("triton") else mosaic_tpu
+        if static.impl.startswith("triton"):
+            from pallas_kernels.token_logprob import triton as kernel
+        else:
+            from pallas_kernels.token_logprob import mosaic_tpu as kernel
         head = head_VD.astype(hidden_MD.dtype)
         return kernel.forward(
             hidden_MD, head, tokens_M, temperature=static.temperature, impl=static.impl

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.experimental import checkify
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common import cost, debug, device, impls, packed, tiles
@@ -257,7 +256,7 @@ def toy(x, sizes):
     """A product that states a fact of its values, as ops do."""
     total = jnp.sum(sizes)
     need = "{total}, need the number of rows, {rows}. Fix: count the routes"
-    checkify.debug_check(
+    debug.check(
         total == x.shape[0], f"toy: sizes: got {need}", total=total, rows=jnp.int32(x.shape[0])
     )
     return jnp.sum(x * x)
