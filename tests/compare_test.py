@@ -46,6 +46,7 @@ def test_an_unknown_mode_or_a_lag_beyond_the_run_is_refused_before_anything_runs
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_a_comparison_runs_each_arm_once_from_one_warm_start_and_resumes(tmp_path, capsys):
     ask = {"modes": ["trace-full"], "lags": [0, 1], "seeds": [0]}
     rows = compare.compare(TINY, tmp_path, **ask)

@@ -45,7 +45,10 @@ def cut(
     groups = len(end_E)
     most = rows // size + (0 if block % size == 0 else min(groups, rows // block))
     tile_T = jnp.arange(most, dtype=jnp.int32)
-    group_T = jnp.minimum(jnp.searchsorted(last_E, tile_T, side="right"), groups - 1)
+    # compared with all at once: the default's loop would take a GPU as long as a small product
+    group_T = jnp.minimum(
+        jnp.searchsorted(last_E, tile_T, side="right", method="compare_all"), groups - 1
+    )
     used_T = tile_T < last_E[-1]
     start_T = begin_E[group_T] + (tile_T - (last_E - count_E)[group_T]) * size
     stop_T = jnp.minimum(start_T + size, end_E[group_T])

@@ -62,6 +62,7 @@ def test_the_section_is_what_this_test_thinks_it_is():
     assert len(PYTHON) == 2 and all(re.match(r"python launch/\w+\.py --", c) for c in COMMANDS)
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_run_one_after_another(folder):
     output = []
     for line in COMMANDS:

@@ -86,6 +86,7 @@ def recipe(*rules):
     return qat.Recipe(rules=rules, exclude=("**/router", "embedder"), layers="layers/*")
 
 
+@pytest.mark.slow
 def test_the_experts_of_qwen3_moe_are_quantised_matrix_by_matrix():
     """They are three-axis parameters that the code slices: hooks on modules and operations miss
     them, and nothing says so (measured with qwix: the logits do not change at all)."""

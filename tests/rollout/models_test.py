@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.slow import only
 from trace_jax import config as cfg
 from trace_jax import policy, weight_sync
 from trace_jax.guidance import health
@@ -30,7 +31,7 @@ SITES = {  # by hand: the layers of each site
         **{"k": (1, 3), "v": (1, 3)},
     },
 }
-every = pytest.mark.parametrize("name", SITES)
+every = pytest.mark.parametrize("name", only(SITES, ["moe and dense"]))
 
 
 def sampled(tiny, name, quant):
@@ -159,7 +160,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_bucket(tiny, name):
         np.testing.assert_array_equal(t.routes_SLX, other.routes_SLX)
 
 
-@pytest.mark.parametrize("name", ["moe", "hybrid"])
+@pytest.mark.parametrize("name", only(["moe", "hybrid"], ["hybrid"]))
 def test_a_stream_brings_the_ids_of_generate_in_chunks(tiny, name):
     model = tiny.MODELS[name]
     pair = tiny.make_pair(TRACE, model)
