@@ -1,6 +1,6 @@
 """Checks every kernel on the device at hand: result, time, and share of what the device can do.
 
-    python launch/gpu_check.py                        at most 8 minutes, gpu_check.json
+    python launch/gpu_check.py                        at most 8 minutes, runs/gpu_check.json
     python launch/gpu_check.py --minutes=2 --ops=quantize,fp4_grouped_matmul
 
 First the ceilings are measured: bytes copied a second, and matrix products. Then for each op, case
@@ -20,7 +20,7 @@ from absl import flags
 from launch import cli
 
 _MINUTES = flags.DEFINE_float("minutes", 8.0, "stop after this long", lower_bound=0.1)
-_JSON = flags.DEFINE_string("json", "gpu_check.json", "where to write the results")
+_JSON = flags.DEFINE_string("json", "runs/gpu_check.json", "where to write the results")
 _OPS = flags.DEFINE_list("ops", [], "only these; default: all")
 _ITEM = flags.DEFINE_float("item_seconds", 90.0, "one item that takes longer has failed")
 _PACKAGE = flags.DEFINE_string("package", "pallas_kernels", "where the ops are: for tests")

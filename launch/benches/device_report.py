@@ -173,6 +173,7 @@ def summary(report: Row, path: str) -> str:
 def write(report: Row, path: str) -> None:
     """The whole report; a reader never sees half of it."""
     target = pathlib.Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f"{target.name}.part")
     beside.write_text(json.dumps(report, indent=1), encoding="utf-8")
     os.replace(beside, target)
