@@ -17,7 +17,8 @@ from pallas_kernels.common.cost import CEILINGS
 
 EXPERTS = (8, 32, 128)
 DENSE = "dense einsum"  # computes every expert for every row: forward only, it shows
-ROWS = 2048  # sorted by expert: the same active work, whatever the number of experts
+ACTIVE = 8  # experts with rows: the same active work, whatever the number of experts
+ROWS = 2048  # sorted by expert
 HEADER = "bounds: least us on each device, m: of memory, c: of compute"
 
 
@@ -32,7 +33,8 @@ def run(repeats: int) -> Iterator[Row]:
         for bench in catalogue.benches(op):
             yield _row(bench, repeats, copy)
     for experts in EXPERTS:
-        yield from _peers(experts, repeats)
+        yield from _peers(experts, ACTIVE, repeats)
+    yield from _peers(EXPERTS[-1], EXPERTS[-1], repeats)
 
 
 def line(row: Row) -> str:
@@ -56,9 +58,10 @@ def line(row: Row) -> str:
     return "\n".join(lines)
 
 
-def _peers(experts: int, repeats: int) -> Iterator[Row]:
+def _peers(experts: int, active: int, repeats: int) -> Iterator[Row]:
     """Our plain XLA path for the trainer's grouped matmul against each peer, call by call."""
-    found = importlib.import_module("pallas_kernels.fp4_grouped_matmul.bench").peers(experts, ROWS)
+    grouped = importlib.import_module("pallas_kernels.fp4_grouped_matmul.bench")
+    found = grouped.peers(experts, ROWS, active)
     pulled = {name: (_pull(call), given) for name, (call, given) in found.items() if name != DENSE}
     for what, calls in (("forward", found), ("forward and backward", pulled)):
         jitted = [functools.partial(jax.jit(call), *given) for call, given in calls.values()]
@@ -66,7 +69,7 @@ def _peers(experts: int, repeats: int) -> Iterator[Row]:
         for name, theirs in zip(list(calls)[1:], others, strict=True):
             ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
             yield {
-                "name": f"grouped matmul, {experts} experts, {what}",
+                "name": f"grouped matmul, {active} of {experts} experts, {what}",
                 "seconds": statistics.median(ours),
                 "peer": name,
                 "peer_seconds": statistics.median(theirs),

@@ -114,16 +114,17 @@ BENCHES: tuple[Bench, ...] = tuple(_bench(case) for case in CASES)
 assert len({bench.case for bench in BENCHES}) == len(BENCHES)
 
 
-def peers(experts: int, rows: int) -> dict[str, tuple[Callable[..., Any], Arrays]]:
+def peers(experts: int, rows: int, active: int) -> dict[str, tuple[Callable[..., Any], Arrays]]:
     """The same grouped matmul, float32, by us ("ours") and by others; K = 256, O = 512.
 
-    All get the same sorted rows. Who wants matrices (K, O) gets them so.
+    All get the same sorted rows, of `active` of the experts. Who wants matrices (K, O) gets them
+    so.
     """
     random = np.random.default_rng(0)
     x_MK = jnp.asarray(random.standard_normal((rows, 256), np.float32))
     w_EOK = jnp.asarray(random.standard_normal((experts, 512, 256), np.float32))
     w_EKO = jnp.asarray(np.ascontiguousarray(np.swapaxes(w_EOK, 1, 2)))
-    of_row = np.sort(random.integers(0, experts, rows))
+    of_row = np.sort(random.integers(0, active, rows)) * (experts // active)
     sizes_E = jnp.asarray(np.bincount(of_row, minlength=experts), jnp.int32)
     ours = functools.partial(op.grouped_matmul, impl="xla")
     found: dict[str, tuple[Callable[..., Any], Arrays]] = {

@@ -51,12 +51,18 @@ def tile(padded: int) -> tuple[int, int]:
 def load(ref, row, width: int):
     """The first `width` entries of a row; 0 where it ends."""
     mask = _inside(ref, width)
-    return plt.load(ref.at[row, pl.ds(0, width)], mask=mask, other=None if mask is None else 0)
+    return plt.load(ref.at[row, _entries(ref, width)], mask=mask, other=None if mask is None else 0)
 
 
 def store(ref, row, value) -> None:
     """Inverse of `load`."""
-    plt.store(ref.at[row, pl.ds(0, value.shape[0])], value, mask=_inside(ref, value.shape[0]))
+    width = value.shape[0]
+    plt.store(ref.at[row, _entries(ref, width)], value, mask=_inside(ref, width))
+
+
+def _entries(ref, width: int):
+    """A slice may not reach past the end, from jax 0.11 on; single entries may, where masked."""
+    return pl.ds(0, width) if ref.shape[1] == width else jax.lax.iota(jnp.int32, width)
 
 
 def _inside(ref, width: int):
