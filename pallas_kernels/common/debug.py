@@ -28,7 +28,9 @@ def check(holds: Bool[Array, ""], message: str, **values: Any) -> None:
 
 
 def checked(f: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`f`, compiled with the value checks of the ops that it calls, under `jax.grad` too.
+    """`f`, compiled with the value checks of the ops that it calls, in loops and under `jax.grad`.
+
+    JAX loses checks in one place: a loop (`lax.scan`) that is differentiated. Check the forward.
 
     Returns: a function of the same arguments; call it outside of `jax.jit`, since it waits for the
              device and raises. ValueError: what the first failed check says.

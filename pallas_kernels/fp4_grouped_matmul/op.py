@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.common import debug, impls
+from pallas_kernels.common import debug, gradients, impls
 from pallas_kernels.common.packed import Packed
 from pallas_kernels.fp4_grouped_matmul import xla
 from pallas_kernels.fp4_matmul import operands
@@ -40,7 +40,7 @@ def fp4_grouped_matmul(
     Returns: (M, O) in `out_dtype`; rows past the last group are exactly 0. No cost grows with E
              but a few operations on the sizes.
     Raises:  ValueError, TypeError for operands that do not fit; NotImplementedError for an `impl`
-             that cannot run them.
+             that cannot run them, and under differentiation.
     """
     where = "fp4_grouped_matmul"
     operands.check(where, x, w, 3, out_dtype)
@@ -48,16 +48,17 @@ def fp4_grouped_matmul(
     impl = impls.choose(where, impl, operands.has(x, w, _mosaic_gpu(impl, x, w)))
     operands.check_values(where, x=x, w=w)
     if impl == "xla":
-        return xla.fp4_grouped(x, w, group_sizes_E, block=block, out_dtype=out_dtype)
-    if impl == "mosaic_gpu":
+        run = xla.fp4_grouped
+    elif impl == "mosaic_gpu":
         from pallas_kernels.fp4_grouped_matmul import mosaic_gpu
 
-        assert isinstance(x, Packed)  # or it had refused
-        return mosaic_gpu.grouped(x, w, group_sizes_E, block=block, out_dtype=out_dtype)
-    from pallas_kernels.fp4_grouped_matmul import triton
+        run = mosaic_gpu.grouped
+    else:
+        from pallas_kernels.fp4_grouped_matmul import triton
 
-    how = {"block": block, "out_dtype": out_dtype, "interpret": impls.interpreted(impl)}
-    return triton.fp4_grouped(x, w, group_sizes_E, **how)
+        run = functools.partial(triton.fp4_grouped, interpret=impls.interpreted(impl))
+    run = functools.partial(run, block=block, out_dtype=out_dtype)
+    return gradients.refused(where, run, x, w, group_sizes_E)
 
 
 def grouped_matmul(
@@ -84,6 +85,9 @@ def grouped_matmul(
         require(fits, f"{where}: {name}: dtype", array.dtype, need, error=TypeError)
     same = x.dtype == w.dtype
     require(same, f"{where}: dtypes", f"{x.dtype} and {w.dtype}", "one", error=TypeError)
+    for name, array, rank in (("x", x, 2), ("w", w, 3)):
+        need = "(M, K)" if rank == 2 else "(E, O, K)"
+        require(array.ndim == rank, f"{where}: {name}: shape", array.shape, need)
     require(x.shape[1] == w.shape[2], f"{where}: K", f"{x.shape[1]} and {w.shape[2]}", "one K")
     _check_groups(where, x.shape[0], w.shape[0], group_sizes_E, block)
     impl = impls.choose(where, impl, {"xla": None, "triton": None})
@@ -119,13 +123,16 @@ def _products(impl: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _check_groups(where: str, rows: int, experts: int, sizes: Array, block: int) -> None:
+    require(experts >= 1, f"{where}: w: groups", experts, "at least one")
+    whole = sizes.dtype == jnp.int32  # narrower ones overflow where they are added up
+    require(whole, f"{where}: group_sizes_E: dtype", sizes.dtype, "int32", error=TypeError)
     fits = sizes.shape == (experts,)
     require(fits, f"{where}: group_sizes_E: shape", sizes.shape, f"({experts},), as w has")
     fix = "pad the rows, or promise less"
     whole = block >= 1 and rows % block == 0
     require(whole, f"{where}: block", block, f"a divisor of the {rows} rows of x", fix)
     bad = jnp.sum((sizes < 0) | (sizes % block != 0), dtype=jnp.int32)
-    total = jnp.sum(sizes)
+    total = jnp.sum(jnp.clip(sizes, 0, rows + 1))  # of what is too large enough, so no overflow
     debug.check(
         bad == 0,
         f"{where}: group_sizes_E: got {{bad}} that are negative or no multiple of block {block}, "
@@ -134,7 +141,7 @@ def _check_groups(where: str, rows: int, experts: int, sizes: Array, block: int)
     )
     debug.check(
         total <= rows,
-        f"{where}: group_sizes_E: got {{total}} rows in all, need at most the {rows} of x. "
+        f"{where}: group_sizes_E: got {{total}} rows in all or more, need at most the {rows} of x. "
         "Fix: sort the rows by group and count them.",
         total=total,
     )

@@ -35,7 +35,7 @@ def cut(
     Args: block: each group's size is a multiple of it. rest: the rows past the last group are
           group E, so that someone writes their zeros; else no tile has them.
     """
-    sizes = jnp.maximum(group_sizes_E, 0)  # what is wrong is found in debug mode; stay inside x
+    sizes = jnp.clip(group_sizes_E, 0, rows)  # what is wrong is found in debug mode; stay inside x
     end_E = jnp.minimum(jnp.cumsum(sizes), rows)
     if rest:
         end_E = jnp.concatenate([end_E, jnp.full(1, rows, end_E.dtype)])

@@ -5,13 +5,13 @@ sequences and J kv heads, or pages (pages, page, J, ...) that a table (B, N) of 
 """
 
 import functools
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import impls, packed
+from pallas_kernels.common import gradients, impls, packed
 from pallas_kernels.common.packed import Packed
 from pallas_kernels.fp4_kv_attention_decode import (
     checks,
@@ -20,7 +20,6 @@ from pallas_kernels.fp4_kv_attention_decode import (
 )
 from pallas_kernels.fp4_kv_attention_decode.ref_write import Record
 from pallas_kernels.quantize import rounding
-from trace_jax.checks import message
 
 OP = "fp4_kv_attention_decode"
 
@@ -59,8 +58,8 @@ def attention_decode(
     length_B = jnp.clip(length_B, 0, slots)
     if page_table_BN is not None:
         page_table_BN = jnp.clip(page_table_BN, 0, k.shape[0] - 1)
-    leaves, tree = jax.tree.flatten((q_BHK, k, v, length_B, page_table_BN))
-    return _attend(impl, tree, *leaves)
+    run = functools.partial(_attend, impl)
+    return gradients.refused(OP, run, q_BHK, k, v, length_B, page_table_BN)
 
 
 def write(
@@ -93,8 +92,7 @@ def write(
     reason = rounding.unsupported(cache_k.format) or _unread(cache_k, cache_v)
     impl = impls.choose(OP, impl, {"xla": None, "triton": reason})
     arrays = (cache_k, cache_v, k_BJK, v_BJK, slot_B, page_table_BN)
-    leaves, tree = jax.tree.flatten(arrays)
-    return _store(impl, record, tree, *leaves)
+    return gradients.refused(OP, functools.partial(_store, impl, record), *arrays)
 
 
 def _unread(k: Packed, v: Packed) -> str | None:
@@ -107,10 +105,7 @@ def _unread(k: Packed, v: Packed) -> str | None:
     return packed.undecoded("the cache", k)
 
 
-# Leaves, not `Packed`: JAX would build one of the tangents of bytes, which are no arrays.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _attend(impl: str, tree: Any, *leaves: Array) -> Array:
-    arrays = jax.tree.unflatten(tree, leaves)
+def _attend(impl: str, *arrays: Any) -> Array:
     if impl == "xla":
         return xla.attention_decode(*arrays)
     from pallas_kernels.fp4_kv_attention_decode import triton
@@ -118,29 +113,11 @@ def _attend(impl: str, tree: Any, *leaves: Array) -> Array:
     return triton.attention_decode(*arrays, impl=impl)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _store(
-    impl: str, record: str | None, tree: Any, *leaves: Array
+    impl: str, record: str | None, *arrays: Any
 ) -> tuple[Packed, Packed, tuple[Record, Record] | None]:
-    arrays = jax.tree.unflatten(tree, leaves)
     if impl == "xla":
         return ref_write.write(*arrays, record=record)
     from pallas_kernels.fp4_kv_attention_decode import triton_write
 
     return triton_write.write(*arrays, record=record, impl=impl)
-
-
-def _no_gradient(*_: Any) -> NoReturn:
-    raise NotImplementedError(
-        message(
-            OP,
-            "a derivative",
-            "none: codes have no gradient",
-            "train with fake quantisation, and keep sampling outside of jax.grad (or under "
-            "jax.lax.stop_gradient on all its inputs)",
-        )
-    )
-
-
-_attend.defjvp(_no_gradient)
-_store.defjvp(_no_gradient)

@@ -1,10 +1,12 @@
 """`fp4_matmul`: rows times a matrix in block-scaled FP4."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.common import impls
+from pallas_kernels.common import gradients, impls
 from pallas_kernels.common.packed import Packed
 from pallas_kernels.fp4_matmul import operands, xla
 
@@ -26,22 +28,23 @@ def fp4_matmul(
              MXFP4 only).
     Returns: (M, O) in `out_dtype`. K of one side may be padded with zeros to its blocks.
     Raises:  ValueError, TypeError for operands that do not fit; NotImplementedError for an `impl`
-             that cannot run them.
+             that cannot run them, and under differentiation.
     """
     where = "fp4_matmul"
     operands.check(where, x, w, 2, out_dtype)
     impl = impls.choose(where, impl, operands.has(x, w, _mosaic_gpu(impl, x, w)))
     operands.check_values(where, x=x, w=w)
     if impl == "xla":
-        return xla.matmul(x, w, out_dtype=out_dtype)
-    if impl == "mosaic_gpu":
+        run = xla.matmul
+    elif impl == "mosaic_gpu":
         from pallas_kernels.fp4_matmul import mosaic_gpu
 
-        assert isinstance(x, Packed)  # or it had refused
-        return mosaic_gpu.matmul(x, w, out_dtype=out_dtype)
-    from pallas_kernels.fp4_matmul import triton
+        run = mosaic_gpu.matmul
+    else:
+        from pallas_kernels.fp4_matmul import triton
 
-    return triton.matmul(x, w, out_dtype=out_dtype, interpret=impls.interpreted(impl))
+        run = functools.partial(triton.matmul, interpret=impls.interpreted(impl))
+    return gradients.refused(where, functools.partial(run, out_dtype=out_dtype), x, w)
 
 
 def _mosaic_gpu(impl: str, x: Packed | Float[Array, "M K"], w: Packed) -> str | None:

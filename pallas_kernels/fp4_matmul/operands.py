@@ -16,6 +16,9 @@ Operand = Packed | Float[Array, "M K"]
 
 def check(where: str, x: Operand, w: Packed, weight_rank: int, out_dtype: jax.typing.DTypeLike):
     """Checks both operands and their widths at trace time; raises ValueError or TypeError."""
+    fix = "pallas_kernels.common.packed.pack, or an op of pallas_kernels.quantize"
+    got = type(w).__name__
+    require(isinstance(w, Packed), f"{where}: w", got, "Packed", fix, TypeError)
     packed.check(where, "w", w)
     need = "(O, K)" if weight_rank == 2 else "(E, O, K)"
     require(len(w.shape) == weight_rank, f"{where}: w: shape", w.shape, need)

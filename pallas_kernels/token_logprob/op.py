@@ -200,6 +200,11 @@ def _why_no_kernel(hidden_MD: Array, head_VD: Array, top_k: int) -> str | None:
 
 
 def _check(hidden_MD: Array, head_VD: Array, tokens_M: Array, temperature: float, top_k: int):
+    for name, array, rank in (("hidden_MD", hidden_MD, 2), ("head_VD", head_VD, 2)):
+        require(array.ndim == rank, f"{_OP}: {name}: rank", array.ndim, rank)
+    got = tokens_M.dtype  # a narrower type could not hold every id
+    need = "int32"
+    require(got == jnp.int32, f"{_OP}: tokens_M: dtype", got, need, error=TypeError)
     (tokens, width), vocabulary = hidden_MD.shape, head_VD.shape[0]
     where = f"{_OP}: head_VD: "
     require(

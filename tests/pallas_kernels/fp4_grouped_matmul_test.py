@@ -15,6 +15,7 @@ from pallas_kernels.common.debug import checked
 from pallas_kernels.common.packed import Packed
 from pallas_kernels.fp4_grouped_matmul import bench, op, ref, schedule, triton_decode
 from pallas_kernels.fp4_grouped_matmul.cases import CASES, routed
+from pallas_kernels.fp4_matmul.op import fp4_matmul
 from tests.pallas_kernels import fp4_oracle
 
 SMALL = {case.name: case for case in CASES if case.small and not case.train}
@@ -144,7 +145,8 @@ def test_sizes_that_are_wrong_never_leave_the_rows():
     [
         ([3, -1, 2], 1, "got 1 that are negative or no multiple of block 1"),
         ([4, 0, 9], 4, "got 1 that are negative or no multiple of block 4"),
-        ([20, 0, 8], 4, "got 28 rows in all, need at most the 24 of x"),
+        ([20, 0, 8], 4, "got 28 rows in all or more, need at most the 24 of x"),
+        ([2**30, 2**30, 2**31 - 4], 4, "got 75 rows in all or more"),  # would wrap to less than 0
     ],
 )
 def test_debug_mode_finds_wrong_group_sizes(sizes, block, says):
@@ -159,6 +161,29 @@ def test_debug_mode_finds_wrong_group_sizes(sizes, block, says):
     grad = jax.grad(lambda x: jnp.sum(op.grouped_matmul(x, w, sizes, impl="xla", block=block)))
     with pytest.raises(ValueError, match="group_sizes_E"):
         checked(grad)(x)
+
+
+@pytest.mark.parametrize("impl", ["xla", "triton_interpret"])
+def test_fp4_products_have_no_gradient_and_say_so(impl):
+    """Through codes it would be zero in one implementation and not in another."""
+    x, w, sizes = normal((6, 16)), pack(normal((3, 5, 16), 1), "nvfp4"), jnp.full(3, 2, jnp.int32)
+    flat = pack(normal((5, 16), 1), "nvfp4")
+    for run in (
+        lambda x: op.fp4_grouped_matmul(x, w, sizes, impl=impl),
+        lambda x: fp4_matmul(x, flat, impl=impl),
+    ):
+        with pytest.raises(NotImplementedError, match="codes have no gradient"):
+            jax.grad(lambda x, run=run: jnp.sum(run(x).astype(jnp.float32)))(x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.bool_, jnp.float32])
+def test_sizes_of_another_dtype_are_refused_since_sums_of_them_are_wrong(monkeypatch, dtype):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    x, w = normal((4, 16)), normal((3, 5, 16), 1)
+    with pytest.raises(
+        TypeError, match=r"grouped_matmul: group_sizes_E: dtype: got .*, need int32"
+    ):
+        op.grouped_matmul(x, w, jnp.ones(3, dtype), impl="xla")
 
 
 def test_operands_that_do_not_fit_are_named(monkeypatch):

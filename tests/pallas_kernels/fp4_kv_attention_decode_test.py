@@ -219,6 +219,16 @@ def test_attention_decode_has_no_gradient():
         jax.jvp(lambda x: op.write(cache, cache, x, x, slot, impl="xla", record=None), (x,), (x,))
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("page", [-1, 5])
+def test_a_page_that_does_not_exist_is_not_written(page, impl):
+    cache, x = empty((5, 4, 2, 64), "nvfp4"), jnp.ones((2, 2, 64), jnp.float32)
+    table, slots = jnp.full((2, 3), page, jnp.int32), jnp.asarray([0, 9], jnp.int32)
+    k, v, _ = op.write(cache, cache, x, x, slots, impl=impl, record=None, page_table_BN=table)
+    for leaf, old in zip(jax.tree.leaves((k, v)), jax.tree.leaves((cache, cache)), strict=True):
+        np.testing.assert_array_equal(leaf, old)
+
+
 def empty(shape, format) -> Packed:
     return pack(jnp.zeros(shape, jnp.float32), format)
 
