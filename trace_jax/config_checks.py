@@ -8,6 +8,8 @@ import re
 from typing import Any
 
 from pallas_kernels.common.impls import IMPLS
+from pallas_kernels.common.packed import DECODED
+from pallas_kernels.quantize import rounding
 from trace_jax import formats, layer_choice
 from trace_jax.checks import require
 from trace_jax.field_checks import check
@@ -241,6 +243,7 @@ def config(section: Any) -> None:
     )
     _check_sampling(section.rollout)
     _check_batch(section.data, section.rollout, section.optim)
+    _check_kernels(section)
     if section.quant.quantised:
         quant_on_model(section.model, section.quant)
         require(
@@ -250,6 +253,56 @@ def config(section: Any) -> None:
             "BF16 activations, whose largest magnitude 16 bits hold exactly",
             "quant.guide_global_bits=32",
         )
+
+
+def kernels_in_use(config: Any) -> set[str]:
+    """The ops of `config.kernels` that this configuration has work for."""
+    model, quant = config.model, config.quant
+    used = {"token_logprob"}
+    if model.experts:
+        used.add("grouped_matmul")
+    if quant.trainer != "bf16" and (quant.acts or quant.kv):
+        used.add("fake_quant")
+    if quant.rollout != "bf16":
+        sampler = {"quantize": quant.acts, "fp4_matmul": quant.weights, "kv_attention": quant.kv}
+        used |= {op for op, format in sampler.items() if format}
+    return used
+
+
+def _check_kernels(config: Any) -> None:
+    """That the kernels know the formats that they are chosen for, before anything is spent."""
+    quant, used = config.quant, kernels_in_use(config)
+    needs = {
+        "fake_quant": ("acts", "kv"),
+        "quantize": ("acts",),
+        "fp4_matmul": ("weights", "acts"),
+        "kv_attention": ("kv",),
+    }
+    for op, names in needs.items():
+        impl = getattr(config.kernels, op)
+        if impl == "xla" or op not in used:
+            continue
+        chosen = {name: text for name in names if (text := getattr(quant, name)) is not None}
+        for name, text in chosen.items():
+            reads = op == "fp4_matmul"  # decodes what is there, the others round too
+            reason = _undecoded(text) if reads else rounding.unsupported(formats.get(text))
+            if reason is not None:
+                got = f"{impl} with quant.{name}={text} ({reason})"
+                need = "a format that the kernel knows"
+                fix = f"kernels.{op}=xla, or another quant.{name}"
+                require(False, f"config.kernels.{op}", got, need, fix, NotImplementedError)
+        if impl == "mosaic_gpu":
+            both = {formats.get(text).name for text in chosen.values()}
+            same = len(chosen) == 2 and len(both) == 1 and both <= {"nvfp4", "mxfp4"}
+            need = "NVFP4 times NVFP4 or MXFP4 times MXFP4"
+            got = f"mosaic_gpu with quant.weights={quant.weights}, quant.acts={quant.acts}"
+            where, fix = "config.kernels.fp4_matmul", "kernels.fp4_matmul=triton"
+            require(same, where, got, need, fix, NotImplementedError)
+
+
+def _undecoded(text: str) -> str | None:
+    name = formats.get(text).name
+    return None if name in DECODED else f"it decodes {', '.join(DECODED)}"
 
 
 def _check_sampling(rollout: Any) -> None:

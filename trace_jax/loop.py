@@ -99,7 +99,7 @@ def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> d
         graceful_stop() as stop,
     ):
         start = config.run.init_from or "random parameters"
-        text = f"{audit}\npolicy at the start: {start}\n{stages.kernels_text(config.kernels)}\n"
+        text = f"{audit}\npolicy at the start: {start}\n{stages.kernels_text(config)}\n"
         write_atomic(rundir.root / "audit.txt", text)
         resumed = _restore(position, checkpoints)
         resume = position.resume if resumed else None

@@ -83,8 +83,8 @@ def open_run(workdir: str | os.PathLike[str], config: dict[str, Any]) -> RunDir:
 
     Args:    workdir: a folder; created if missing. config: `dataclasses.asdict` of the Config.
     Raises:  RunDirError if the folder cannot be written, another process writes to it, or it holds
-             a run of another configuration. `steps` and `run.*` (but not `run.init_from`) may
-             change: such changes are recorded in env.json.
+             a run of another configuration. `steps`, `kernels.debug` and `run.*` (but not
+             `run.init_from`) may change: such changes are recorded in env.json.
     """
     root = pathlib.Path(workdir).expanduser().absolute()
     run = RunDir(root=root)
@@ -150,7 +150,8 @@ def environment() -> dict[str, Any]:
 
 
 def _may_change(field: str) -> bool:
-    return field == "steps" or (field.startswith("run.") and field != "run.init_from")
+    free = field in ("steps", "kernels.debug")  # neither changes what a step computes
+    return free or (field.startswith("run.") and field != "run.init_from")
 
 
 def _check_and_record(run: RunDir, config: dict[str, Any]) -> None:

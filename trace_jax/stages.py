@@ -15,7 +15,7 @@ from pallas_kernels.common import device
 from pallas_kernels.common.debug import checked
 from pallas_kernels.common.impls import choose
 from trace_jax import config as cfg
-from trace_jax import parity, policy, sources, update, weight_sync
+from trace_jax import config_checks, parity, policy, sources, update, weight_sync
 from trace_jax.checks import require
 from trace_jax.config_checks import KERNELS
 from trace_jax.data import batching
@@ -86,10 +86,13 @@ def _require_kernels(kernels: cfg.Kernels) -> None:
         choose(f"config.kernels.{op}", impl, {impl.removesuffix("_interpret"): None})
 
 
-def kernels_text(kernels: cfg.Kernels) -> str:
-    """What each op runs as, for the record of a run."""
-    ops = ", ".join(f"{op} {getattr(kernels, op)}" for op in KERNELS)
-    return f"kernels on {device.current()}: {ops}{', values checked' if kernels.debug else ''}"
+def kernels_text(config: cfg.Config) -> str:
+    """What each op that a run has runs as, for its record."""
+    used = config_checks.kernels_in_use(config)
+    ops = ", ".join(f"{op} {getattr(config.kernels, op)}" for op in KERNELS if op in used)
+    none = ", ".join(op for op in KERNELS if op not in used)
+    checked = ", values of forward passes checked" if config.kernels.debug else ""
+    return f"kernels on {device.current()}: {ops}{f' (not used: {none})' * bool(none)}{checked}"
 
 
 @functools.lru_cache(maxsize=16)

@@ -40,7 +40,13 @@ def main(package: str) -> None:
             answer = _ANSWERS[request.pop("ask")](package, **request)
         except EXPECTED as error:
             answer = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+            # after an error of the device everything in its process fails: the next item gets a new
+            answer["ends"] = isinstance(error, RuntimeError) and not isinstance(
+                error, NotImplementedError
+            )
         print(MARK + json.dumps(answer), flush=True)
+        if isinstance(answer, dict) and answer.get("ends"):
+            return
 
 
 def facts(package: str) -> Row:

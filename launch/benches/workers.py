@@ -104,7 +104,10 @@ class Workers:
             process = worker.process
             process.wait()
             return {"failed": f"it died with status {process.returncode}. {self._drop(name)}"}
-        return json.loads(answer)
+        found = json.loads(answer)
+        if isinstance(found, dict) and found.pop("ends", False):
+            self._drop(name)
+        return found
 
     def _drop(self, name: str) -> str:
         said = self._running.pop(name).close()

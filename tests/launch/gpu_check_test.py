@@ -33,17 +33,18 @@ def gpu_check(tmp_path, *flags):
 
 
 def test_each_failure_is_one_row_and_the_rest_goes_on(tmp_path):
-    ops = "right,wrong,refusing,crashing,hanging,broken"
+    ops = "right,wrong,refusing,crashing,hanging,poisoned,broken"
     flags = ("--package=toy_kernels", f"--ops={ops}", "--item_seconds=10", "--minutes=5")
     done, report = gpu_check(tmp_path, *flags)
     assert done.returncode == 1, done.stderr
     rows = {(row["op"], row["impl"]): row for row in report["rows"]}
-    assert len(rows) == len(report["rows"]) == 11
+    assert len(rows) == len(report["rows"]) == 13
     kernel = {op: rows[op, "triton_interpret"] for op in ops.split(",") if op != "broken"}
     assert kernel["right"]["right"] is True and kernel["right"]["error"] == 0
     assert kernel["wrong"]["right"] is False and 1e-3 < kernel["wrong"]["error"] < 1e-1
     assert kernel["refusing"]["failed"].startswith("NotImplementedError: refusing: got a kernel")
     assert "died with status -11" in kernel["crashing"]["failed"]
+    assert "the context is dead" in kernel["poisoned"]["failed"]
     assert "about to fall" in kernel["crashing"]["failed"]
     assert "no answer in 10 s" in kernel["hanging"]["failed"]
     assert "No module named 'no_such_module'" in rows["broken", ""]["failed"]
@@ -51,7 +52,7 @@ def test_each_failure_is_one_row_and_the_rest_goes_on(tmp_path):
         assert rows[op, "xla"]["right"] is True and rows[op, "xla"]["seconds"] > 0
     assert report["facts"]["ceilings"]["copy"] > 1e8 and report["no_time"] == []
     assert {target["verdict"] for target in report["targets"]} == {"not measured"}
-    assert "11 ran, 5 failed, 0 had no time" in done.stdout
+    assert "13 ran, 6 failed, 0 had no time" in done.stdout
 
 
 def test_a_dry_run_keeps_to_its_minutes_and_lists_what_is_left(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from trace_jax import config as cfg
 from trace_jax import policy
+from trace_jax.models import kv_cache
 from trace_jax.rollout import jax_engine
 
 TRACE = cfg.Quant(weights="nvfp4", acts="nvfp4", kv="nvfp4:global_rule=one", guide_hidden=True)
@@ -17,7 +18,10 @@ SAMPLER = ("quantize", "fp4_matmul", "kv_attention")
 TRAINER = ("fake_quant", "grouped_matmul", "token_logprob")
 KINDS = {
     "codes": TRACE,
-    "few bits": dataclasses.replace(TRACE, guide="mantissa", guide_scale_bits=4),
+    "few bits": dataclasses.replace(
+        TRACE, guide="mantissa", guide_scale_bits=4, guide_global_bits=16
+    ),
+    "compared only": dataclasses.replace(TRACE, trainer="qat"),
 }
 
 
@@ -45,9 +49,12 @@ def sample(tiny, kernels, model, quant=TRACE):
     return generate(pair.weights, tiny.make_prompts((3, 7)), 2, jax.random.key(0))
 
 
-def test_a_sampler_of_kernels_says_what_plain_xla_says(tiny, sampled):
+@pytest.mark.parametrize("counted", [kv_cache._COUNTED, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_sampler_of_kernels_says_what_plain_xla_says(tiny, sampled, counted, monkeypatch):
     """Products and scores are added in another order, so log-probs differ by float32 rounding."""
+    monkeypatch.setattr(kv_cache, "_COUNTED", counted)  # the cache of all layers, or of one
     plain = sampled(cfg.XLA, tiny.MODEL)
+    sampled.cache_clear()
     ours = sampled(interpreted(*SAMPLER), tiny.MODEL)
     for a, b in zip(plain, ours, strict=True):
         np.testing.assert_array_equal(a.response_T, b.response_T)

@@ -19,6 +19,8 @@ from trace_jax.guidance.record import Coding, SiteRecord
 from trace_jax.models import attention
 from trace_jax.qat.sites import Site, record_site
 
+_COUNTED = 2**31  # bytes
+
 
 def encode(x: Float[Array, "*A K"], format: Format | None) -> Any:
     """What the cache stores for K or V vectors: packed codes, or x itself without a format."""
@@ -75,13 +77,15 @@ def write_by_kernel(
     impl: str,
 ) -> Any:
     """Quantises and stores one token per sequence, K and V (B, 1, J, K), in one kernel."""
-    pages, table_B1 = _pages(cache, layer, format)
+    pages, table_B1, whole = _pages(cache, layer, format)
     new = (k[:, 0], v[:, 0], slot_B)
     *written, _ = op.write(*pages, *new, impl=impl, record=None, page_table_BN=table_B1)
     packed = zip(("k", "v"), written, strict=True)
     stored = {
         n: SiteRecord(bits=p.codes, scales=p.scales, global_scale=p.factor) for n, p in packed
     }
+    if not whole:
+        return jax.tree.map(lambda leaf, old: old.at[layer].set(leaf), stored, cache)
     return jax.tree.map(lambda leaf, old: leaf.reshape(old.shape), stored, cache)
 
 
@@ -102,20 +106,26 @@ def attend(
         k, v = (_packed(read(cache, layer)[n], format) for n in ("k", "v"))
         out = op.attention_decode(q_B1HK[:, 0], k, v, length_B, impl=impl)
     else:
-        (k, v), table_B1 = _pages(cache, layer, format)
+        (k, v), table_B1, _ = _pages(cache, layer, format)
         out = op.attention_decode(q_B1HK[:, 0], k, v, length_B, impl=impl, page_table_BN=table_B1)
     return out[:, None]
 
 
-def _pages(cache: Any, layer: Array, format: Format) -> tuple[tuple[Packed, Packed], Array]:
-    """The cache of all layers as pages, one a layer and sequence, and the layer's table (B, 1).
+def _pages(cache: Any, layer: Array, format: Format) -> tuple[tuple[Packed, Packed], Array, bool]:
+    """The cache as pages, one a layer and sequence, the layer's table (B, 1), and "all layers".
 
-    A kernel takes whole arrays: a slice of one layer would be copied for it at every step.
+    A kernel takes whole arrays: a slice of one layer is copied for it at every step, and is taken
+    only where the whole is more than kernels can count (2 GiB).
     """
-    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), cache)
-    B = jax.tree.leaves(cache)[0].shape[1]
-    table_B1 = (layer * B + jnp.arange(B, dtype=jnp.int32))[:, None]
-    return (_packed(flat["k"], format), _packed(flat["v"], format)), table_B1
+    leaves = jax.tree.leaves(cache)
+    sequences = jnp.arange(leaves[0].shape[1], dtype=jnp.int32)
+    whole = max(leaf.nbytes for leaf in leaves) < _COUNTED
+    if whole:
+        pages = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), cache)
+        table_B1 = (layer * len(sequences) + sequences)[:, None]
+    else:
+        pages, table_B1 = read(cache, layer), sequences[:, None]
+    return (_packed(pages["k"], format), _packed(pages["v"], format)), table_B1, whole
 
 
 def _packed(stored: SiteRecord, format: Format) -> Packed:
