@@ -34,6 +34,7 @@ def test_the_cost_of_all_units_is_that_of_the_whole_record():
     assert sum(cost.values()) == qat_plan.bytes_per_token(spec, MANTISSA.model)
 
 
+@pytest.mark.slow
 def test_the_probe_chooses_within_the_budget_and_says_how_to_train_with_it(tmp_path):
     loop.run(dataclasses.replace(TINY, steps=0, warm_start=None), tmp_path / "start", show=False)
     report = sensitivity.measure(MANTISSA, str(tmp_path / "start"), budget=36, tries=2)

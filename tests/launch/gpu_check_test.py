@@ -55,6 +55,7 @@ def test_each_failure_is_one_row_and_the_rest_goes_on(tmp_path):
     assert "13 ran, 6 failed, 0 had no time" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_dry_run_keeps_to_its_minutes_and_lists_what_is_left(tmp_path):
     start = time.monotonic()
     done, report = gpu_check(tmp_path, "--ops=quantize", "--minutes=0.4")

@@ -137,7 +137,7 @@ def test_stock_attention_has_its_k_and_v_quantised_after_projection():
     same(jax.jit(model.apply)(variables, X), before)  # the module is left as it was
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_scanned_layers_do_what_unrolled_layers_do_bit_for_bit(remat):
     unrolled, scanned = Unrolled(Exact), Scanned(Exact, remat=remat)
     variables = init(unrolled)

@@ -104,6 +104,7 @@ def test_products_by_a_kernel_differ_from_xla_by_the_rounding_of_bfloat16(traine
     assert any(np.any(a != 0) for a in jax.tree.leaves(found))
 
 
+@pytest.mark.slow
 def test_debug_mode_finds_scales_that_are_nan(tiny):
     pair, prompts = tiny.make_pair(TRACE), tiny.make_prompts((3, 7))
     generate = jax_engine.make_generate(
