@@ -160,7 +160,8 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_bucket(tiny, name):
         np.testing.assert_array_equal(t.routes_SLX, other.routes_SLX)
 
 
-@pytest.mark.parametrize("name", only(["moe", "hybrid"], ["hybrid"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moe", "hybrid"])
 def test_a_stream_brings_the_ids_of_generate_in_chunks(tiny, name):
     model = tiny.MODELS[name]
     pair = tiny.make_pair(TRACE, model)
