@@ -79,6 +79,10 @@ def test_the_stages_hand_the_chosen_kernels_to_the_engine(monkeypatch):
             ["kernels.fp4_matmul=triton_interpret", "quant.weights=hif4"],
             "config.kernels.fp4_matmul: got triton_interpret with quant.weights=hif4",
         ),
+        (  # activations may be that, weights may not
+            ["kernels.fp4_matmul=triton_interpret", "quant.weights=mxfp8", "quant.acts=mxfp8"],
+            "config.kernels.fp4_matmul: got triton_interpret with quant.weights=mxfp8",
+        ),
         (
             ["kernels.fake_quant=triton_interpret", "quant.acts=mxfp8"],
             "config.kernels.fake_quant: got triton_interpret with quant.acts=mxfp8",

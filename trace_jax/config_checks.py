@@ -9,6 +9,7 @@ from typing import Any
 
 from pallas_kernels.common.impls import IMPLS
 from pallas_kernels.common.packed import DECODED
+from pallas_kernels.fp4_matmul.operands import WEIGHTS
 from pallas_kernels.quantize import rounding
 from trace_jax import formats, layer_choice
 from trace_jax.checks import require
@@ -284,8 +285,11 @@ def _check_kernels(config: Any) -> None:
             continue
         chosen = {name: text for name in names if (text := getattr(quant, name)) is not None}
         for name, text in chosen.items():
-            reads = op == "fp4_matmul"  # decodes what is there, the others round too
-            reason = _undecoded(text) if reads else rounding.unsupported(formats.get(text))
+            reason = (
+                _undecoded(name, text)
+                if op == "fp4_matmul"  # the others round to it, too
+                else rounding.unsupported(formats.get(text))
+            )
             if reason is not None:
                 got = f"{impl} with quant.{name}={text} ({reason})"
                 need = "a format that the kernel knows"
@@ -293,16 +297,16 @@ def _check_kernels(config: Any) -> None:
                 require(False, f"config.kernels.{op}", got, need, fix, NotImplementedError)
         if impl == "mosaic_gpu":
             both = {formats.get(text).name for text in chosen.values()}
-            same = len(chosen) == 2 and len(both) == 1 and both <= {"nvfp4", "mxfp4"}
+            same = len(chosen) == 2 and len(both) == 1 and both <= set(WEIGHTS)
             need = "NVFP4 times NVFP4 or MXFP4 times MXFP4"
             got = f"mosaic_gpu with quant.weights={quant.weights}, quant.acts={quant.acts}"
             where, fix = "config.kernels.fp4_matmul", "kernels.fp4_matmul=triton"
             require(same, where, got, need, fix, NotImplementedError)
 
 
-def _undecoded(text: str) -> str | None:
-    name = formats.get(text).name
-    return None if name in DECODED else f"it decodes {', '.join(DECODED)}"
+def _undecoded(field: str, text: str) -> str | None:
+    decoded = WEIGHTS if field == "weights" else DECODED
+    return None if formats.get(text).name in decoded else f"it decodes {', '.join(decoded)}"
 
 
 def _check_sampling(rollout: Any) -> None:

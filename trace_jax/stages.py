@@ -15,9 +15,9 @@ from pallas_kernels.common import device
 from pallas_kernels.common.debug import checked
 from pallas_kernels.common.impls import choose
 from trace_jax import config as cfg
-from trace_jax import config_checks, parity, policy, sources, update, weight_sync
+from trace_jax import parity, policy, sources, update, weight_sync
 from trace_jax.checks import require
-from trace_jax.config_checks import KERNELS
+from trace_jax.config_checks import KERNELS, kernels_in_use
 from trace_jax.data import batching
 from trace_jax.data.prompts import PromptSets, build_prompts
 from trace_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -88,7 +88,7 @@ def _require_kernels(kernels: cfg.Kernels) -> None:
 
 def kernels_text(config: cfg.Config) -> str:
     """What each op that a run has runs as, for its record."""
-    used = config_checks.kernels_in_use(config)
+    used = kernels_in_use(config)
     ops = ", ".join(f"{op} {getattr(config.kernels, op)}" for op in KERNELS if op in used)
     none = ", ".join(op for op in KERNELS if op not in used)
     checked = ", values of forward passes checked" if config.kernels.debug else ""

@@ -12,8 +12,6 @@ from pallas_kernels.common import blackwell, blackwell_mma
 from pallas_kernels.common.packed import Packed
 from pallas_kernels.fp4_grouped_matmul import schedule
 
-refuses = blackwell.refuses
-
 
 def grouped(
     x: Packed,

@@ -45,7 +45,7 @@ def fp4_grouped_matmul(
     where = "fp4_grouped_matmul"
     operands.check(where, x, w, 3, out_dtype)
     _check_groups(where, x.shape[0], w.shape[0], group_sizes_E, block)
-    impl = impls.choose(where, impl, operands.has(x, w, _mosaic_gpu(impl, x, w)))
+    impl = impls.choose(where, impl, operands.has(x, w))
     operands.check_values(where, x=x, w=w)
     if impl == "xla":
         run = xla.fp4_grouped
@@ -145,11 +145,3 @@ def _check_groups(where: str, rows: int, experts: int, sizes: Array, block: int)
         "Fix: sort the rows by group and count them.",
         total=total,
     )
-
-
-def _mosaic_gpu(impl: str, x: Packed | Float[Array, "M K"], w: Packed) -> str | None:
-    if impl != "mosaic_gpu":  # importing it costs time: it is asked only where it is wanted
-        return None
-    from pallas_kernels.fp4_grouped_matmul import mosaic_gpu
-
-    return mosaic_gpu.refuses(x, w)

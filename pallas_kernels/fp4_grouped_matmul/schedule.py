@@ -27,6 +27,15 @@ class Tiles:
     whole: bool = dataclasses.field(metadata={"static": True})  # no tile is short
 
 
+def ranges(group_sizes_E: Int[Array, " E"], rows: int) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
+    """First row of each group and the one past its last; inside the `rows`, whatever the sizes.
+
+    What is wrong with sizes is found in debug mode.
+    """
+    end_E = jnp.minimum(jnp.cumsum(jnp.clip(group_sizes_E, 0, rows)), rows).astype(jnp.int32)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), end_E[:-1]]), end_E
+
+
 def cut(
     group_sizes_E: Int[Array, " E"], *, rows: int, size: int, block: int, rest: bool = False
 ) -> Tiles:
@@ -35,11 +44,10 @@ def cut(
     Args: block: each group's size is a multiple of it. rest: the rows past the last group are
           group E, so that someone writes their zeros; else no tile has them.
     """
-    sizes = jnp.clip(group_sizes_E, 0, rows)  # what is wrong is found in debug mode; stay inside x
-    end_E = jnp.minimum(jnp.cumsum(sizes), rows)
+    begin_E, end_E = ranges(group_sizes_E, rows)
     if rest:
-        end_E = jnp.concatenate([end_E, jnp.full(1, rows, end_E.dtype)])
-    begin_E = jnp.concatenate([jnp.zeros(1, end_E.dtype), end_E[:-1]])
+        begin_E = jnp.concatenate([begin_E, end_E[-1:]])
+        end_E = jnp.concatenate([end_E, jnp.full(1, rows, jnp.int32)])
     count_E = -(-(end_E - begin_E) // size)
     last_E = jnp.cumsum(count_E)
     groups = len(end_E)

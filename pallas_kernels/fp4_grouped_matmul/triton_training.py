@@ -130,8 +130,7 @@ def _matrices(dy, x, sizes_E, *, interpret):
     if 0 in (len(x), groups, outputs, depth):
         return jnp.zeros((groups, outputs, depth), x.dtype)
     how = config_dw(x.dtype)
-    end_E = jnp.minimum(jnp.cumsum(jnp.maximum(sizes_E, 0)), len(x)).astype(jnp.int32)
-    begin_E = jnp.concatenate([jnp.zeros(1, jnp.int32), end_E[:-1]])
+    begin_E, end_E = schedule.ranges(sizes_E, len(x))
     call = pl.pallas_call(
         functools.partial(_matrices_kernel, how=how),
         grid=(pl.cdiv(depth, how.rows), pl.cdiv(outputs, how.columns), groups),

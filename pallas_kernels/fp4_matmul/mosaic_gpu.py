@@ -7,8 +7,6 @@ from jaxtyping import Array, Float, UInt8
 from pallas_kernels.common import blackwell, blackwell_mma
 from pallas_kernels.common.packed import Packed
 
-refuses = blackwell.refuses
-
 
 def matmul(
     x: Packed,

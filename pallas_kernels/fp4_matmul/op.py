@@ -32,7 +32,7 @@ def fp4_matmul(
     """
     where = "fp4_matmul"
     operands.check(where, x, w, 2, out_dtype)
-    impl = impls.choose(where, impl, operands.has(x, w, _mosaic_gpu(impl, x, w)))
+    impl = impls.choose(where, impl, operands.has(x, w))
     operands.check_values(where, x=x, w=w)
     if impl == "xla":
         run = xla.matmul
@@ -45,11 +45,3 @@ def fp4_matmul(
 
         run = functools.partial(triton.matmul, interpret=impls.interpreted(impl))
     return gradients.refused(where, functools.partial(run, out_dtype=out_dtype), x, w)
-
-
-def _mosaic_gpu(impl: str, x: Packed | Float[Array, "M K"], w: Packed) -> str | None:
-    if impl != "mosaic_gpu":  # importing it costs time: it is asked only where it is wanted
-        return None
-    from pallas_kernels.fp4_matmul import mosaic_gpu
-
-    return mosaic_gpu.refuses(x, w)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.common import debug, packed
+from pallas_kernels.common import blackwell, debug, packed
 from pallas_kernels.common.packed import Packed
 from trace_jax.checks import require
 
@@ -54,12 +54,12 @@ def check_values(where: str, **operands: Operand) -> None:
             )
 
 
-def has(x: Operand, w: Packed, mosaic_gpu: str | None) -> Mapping[str, str | None]:
-    """For `impls.choose`; `mosaic_gpu` is that kernel's own reason to refuse."""
+def has(x: Operand, w: Packed) -> Mapping[str, str | None]:
+    """Which implementations can multiply these, for `impls.choose`."""
     triton = packed.undecoded("x", x)
     if w.format.name not in WEIGHTS:
         triton = f"it decodes weights in {' or '.join(WEIGHTS)}, not {w.format.name}"
-    return {"xla": None, "triton": triton, "mosaic_gpu": mosaic_gpu}
+    return {"xla": None, "triton": triton, "mosaic_gpu": blackwell.refuses(x, w)}
 
 
 def holds(x: Operand, w: Packed) -> jax.typing.DTypeLike:
