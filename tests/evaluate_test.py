@@ -39,7 +39,7 @@ def trajectory(prompt: Prompt, sample: int) -> Trajectory:
         routes_SLX=np.zeros((length - 1, 1, 1), np.int16),
         guidance=None,
         finish_reason="stop",
-        version=0,
+        versions_R=np.zeros(len(answer), np.int32),
     )
 
 

@@ -123,6 +123,7 @@ class WarmStart:
 class Rollout:
     """How answers are sampled."""
 
+    engine: str = "jax"  # "jax" (in this process) | "sglang" (a server: section Server)
     group_size: int = 8  # G
     max_new_tokens: int = 10
     temperature: float = 1.0
@@ -134,6 +135,36 @@ class Rollout:
 
     def __post_init__(self) -> None:
         config_checks.rollout(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Server:
+    """SGLang servers that sample where `rollout.engine` is "sglang"; docs/sglang.md."""
+
+    urls: tuple[str, ...] = ()  # of running ones; (): one is started here, stopped with the run
+    device: str = "cpu"  # "cpu" (simulated FP4) | "cuda" (Blackwell), of the one started
+    key_variable: str | None = None  # environment variable that holds the servers' API key
+    weights: str | None = None  # folder that servers see too, for new weights; None: shared memory
+    delta: bool = True  # only codes and scales that changed travel
+    pause: str = "in_place"  # requests during an update: "in_place" | "retract" | "abort"
+    inflight: int = 64  # prompts that a server works on at once
+    start_timeout_s: float = 600.0
+    request_timeout_s: float = 600.0  # of one prompt, from sending to the whole reply
+    update_timeout_s: float = 600.0
+    retries: int = 3  # of a prompt whose request failed, each with a longer wait
+
+    def __post_init__(self) -> None:
+        config_checks.server(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asynchrony:
+    """Rollouts go on while the trainer trains."""
+
+    max_version_diff: int = 3  # updates that the oldest token of a batch may be behind; 0: in turn
+
+    def __post_init__(self) -> None:
+        config_checks.asynchrony(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,6 +257,8 @@ class Config:
     optim: Optim = Optim()
     run: Run = Run()
     kernels: Kernels = Kernels()
+    server: Server = Server()
+    asynchrony: Asynchrony | None = None  # None: sampling and training take turns
 
     def __post_init__(self) -> None:
         config_checks.config(self)

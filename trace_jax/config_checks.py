@@ -5,6 +5,7 @@ what holds for training only: evaluation samples with `top_p`, or a group of one
 """
 
 import re
+import urllib.parse
 from typing import Any
 
 from pallas_kernels.common.impls import IMPLS
@@ -170,10 +171,32 @@ def rollout(section: Any) -> None:
     check(
         section,
         "config.rollout",
+        choices={"engine": ("jax", "sglang")},
         least=dict.fromkeys(counts, 1) | {"version_lag": 0},
         above={"temperature": 0, "top_p": 0},
         most={"top_p": 1},
     )
+
+
+def server(section: Any) -> None:
+    """Types, choices and bounds; what is at the other end shows when it is asked."""
+    times = ("start_timeout_s", "request_timeout_s", "update_timeout_s")
+    check(
+        section,
+        "config.server",
+        choices={"device": ("cpu", "cuda"), "pause": ("in_place", "retract", "abort")},
+        least={"inflight": 1, "retries": 0},
+        above=dict.fromkeys(times, 0),
+    )
+    for url in section.urls:
+        parts = urllib.parse.urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
+        require(bool(good), "config.server.urls", repr(url), "like http://127.0.0.1:30000")
+
+
+def asynchrony(section: Any) -> None:
+    """Types and bounds."""
+    check(section, "config.asynchrony", least={"max_version_diff": 0})
 
 
 def loss(section: Any) -> None:
@@ -245,6 +268,7 @@ def config(section: Any) -> None:
     _check_sampling(section.rollout)
     _check_batch(section.data, section.rollout, section.optim)
     _check_kernels(section)
+    _check_engine(section)
     if section.quant.quantised:
         quant_on_model(section.model, section.quant)
         require(
@@ -254,6 +278,26 @@ def config(section: Any) -> None:
             "BF16 activations, whose largest magnitude 16 bits hold exactly",
             "quant.guide_global_bits=32",
         )
+
+
+def _check_engine(config: Any) -> None:
+    """What the engine that samples cannot do, and ways to be stale that exclude each other."""
+    require(
+        config.asynchrony is None or config.rollout.version_lag == 0,
+        "config.rollout.version_lag",
+        f"{config.rollout.version_lag} with asynchrony",
+        "0: asynchronous rollouts are as stale as they turn out to be",
+        "rollout.version_lag=0, or asynchrony=none",
+    )
+    if config.rollout.engine != "sglang":
+        return
+    model, quant = config.model, config.quant
+    where, fix = "config.rollout.engine", "rollout.engine=jax"
+    family = f"sglang for {model.family} with {model.experts} experts"
+    ours = model.family == "qwen3_moe" and model.experts > 0
+    require(ours, where, family, "family qwen3_moe with experts", fix)
+    got = f"sglang with quant.mlps {quant.mlps}"
+    require(not quant.quantised or quant.mlps == "experts", where, got, "quant.mlps=experts", fix)
 
 
 def kernels_in_use(config: Any) -> set[str]:

@@ -56,7 +56,12 @@ class Trajectory:
     # numpy leaves with leading axes (layers, S), or where a store keeps them; None in bf16 rollouts
     guidance: Guidance | Ticket | None
     finish_reason: str  # "stop" (a stop token was sampled; it is the last token) or "length"
-    version: int  # of the weights that sampled it
+    versions_R: np.ndarray  # int32, of the weights that sampled each response token
+
+    @property
+    def version(self) -> int:
+        """The oldest version of weights in it: what staleness counts from."""
+        return int(self.versions_R.min())
 
     @property
     def response_T(self) -> np.ndarray:

@@ -46,7 +46,7 @@ def make(seed, prompt_length, response_length, *, uid="p", sample=0, reward=1.0,
         "routes_SLX": rng.integers(0, 8, (T - 1, L, X)).astype(np.int16),
         "guidance": make_guidance(rng, T - 1),
         "finish_reason": "stop",
-        "version": 0,
+        "versions_R": np.zeros(response_length, np.int32),
     }
     failure = None if reward is not None else "timeout"
     return Scored(trajectory=Trajectory(**values | fields), reward=reward, failure=failure)

@@ -49,7 +49,7 @@ def trajectory(seed, length, prompt=2, version=4, **fields):
         "routes_SLX": np.zeros((length - 1, 3, 2), np.int16),
         "guidance": record(seed, length - 1),
         "finish_reason": "stop",
-        "version": version,
+        "versions_R": np.full(length - prompt, version, np.int32),
     }
     return Trajectory(**values | fields)
 

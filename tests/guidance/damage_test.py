@@ -161,6 +161,6 @@ def test_rows_and_tickets_in_another_order_are_an_error(kit, spilling):
     exchanged = dataclasses.replace(kept[0], guidance=kept[1].guidance)
     with pytest.raises(ValueError, match=r"q0#3: guidance \(version, prompt, tokens\)"):
         kit.batch([exchanged])
-    older = dataclasses.replace(kept[0], version=3)
+    older = dataclasses.replace(kept[0], versions_R=kept[0].versions_R - 1)
     with pytest.raises(ValueError, match=r"got \(4, 2, \d+\), need \(3, 2, \d+\)"):
         kit.batch([older])

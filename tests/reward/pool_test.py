@@ -39,7 +39,7 @@ def trajectory(text="question", answer="kwof", finish_reason="stop", task="t", *
         routes_SLX=np.zeros((1, 1, 1), np.int16),
         guidance=None,
         finish_reason=finish_reason,
-        version=0,
+        versions_R=np.zeros(1, np.int32),
     )
 
 

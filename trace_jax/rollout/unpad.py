@@ -95,7 +95,7 @@ def trajectories(
                 routes_SLX=routes_LSX.transpose(1, 0, 2).astype(np.int16),
                 guidance=guidance,
                 finish_reason="stop" if bool(sampled.done_B[b]) else "length",
-                version=version,
+                versions_R=np.full(n, version, np.int32),
             )
         )
     return out

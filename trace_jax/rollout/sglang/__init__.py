@@ -1,0 +1,1 @@
+"""Rollouts from SGLang servers: plug-in, process, client, weights. This package imports no JAX."""

@@ -1,0 +1,1 @@
+"""What runs inside SGLang. Imports torch and SGLang, never JAX."""
