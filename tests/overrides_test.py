@@ -63,9 +63,12 @@ def test_override_turns_a_section_on_when_one_of_its_fields_is_set():
     ("assignment", "message"),
     [
         ("optim.lr=1", r"--set optim\.lr: got lr, need one of \['learning_rate', .*'micro_batch'"),
-        ("optimizer.b1=1", r"--set optimizer\.b1: got optimizer, need one of \['data', .*'optim'"),
+        (
+            "optimizer.b1=1",
+            r"--set optimizer\.b1: got optimizer, need one of \['asynchrony', .*'optim'",
+        ),
         ("step=1", r"--set step: got step, need one of \['name', 'seed', 'steps'"),
-        ("steps.x=1", r"--set steps\.x: got steps, need one of \['data'"),
+        ("steps.x=1", r"--set steps\.x: got steps, need one of \['asynchrony'"),
         ("steps", r"--set steps: got no '=', need section\.field=value"),
         ("steps=1.5", r"--set steps: got '1\.5', need int"),
         ("steps=none", r"--set steps: got 'none', need int"),
