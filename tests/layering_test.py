@@ -25,8 +25,9 @@ RANKS: list[tuple[str, ...]] = [
     ("weight_sync",),
     ("hf",),
     ("parity", "policy", "ptq", "rollout", "sources"),
-    ("evaluate", "update"),
+    ("evaluate", "position", "update"),
     ("stages",),
+    ("engines",),
     ("aot", "loop"),
     ("compare", "convert", "generation", "sensitivity"),
     ("inspection",),
@@ -38,7 +39,16 @@ RANK_OF = {f"trace_jax.{name}": rank for rank, names in enumerate(RANKS) for nam
 # `stages` is the half of the loop that builds what the other half runs.
 SEES_CONFIG = {
     f"trace_jax.{name}"
-    for name in ("config", "overrides", "stages", "loop", "compare", "sensitivity", "aot.step")
+    for name in (
+        "config",
+        "overrides",
+        "stages",
+        "engines",
+        "loop",
+        "compare",
+        "sensitivity",
+        "aot.step",
+    )
 }
 MESH_NAMES = {"PartitionSpec", "Mesh", "AbstractMesh", "make_mesh"}
 MAX_FILE_LINES = 400

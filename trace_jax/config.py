@@ -162,6 +162,7 @@ class Asynchrony:
     """Rollouts go on while the trainer trains."""
 
     max_version_diff: int = 3  # updates that the oldest token of a batch may be behind; 0: in turn
+    ahead: int = 2  # steps' worth of prompts in flight, at most max_version_diff + 1 of them
 
     def __post_init__(self) -> None:
         config_checks.asynchrony(self)

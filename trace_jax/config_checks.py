@@ -196,7 +196,7 @@ def server(section: Any) -> None:
 
 def asynchrony(section: Any) -> None:
     """Types and bounds."""
-    check(section, "config.asynchrony", least={"max_version_diff": 0})
+    check(section, "config.asynchrony", least={"max_version_diff": 0, "ahead": 1})
 
 
 def loss(section: Any) -> None:

@@ -1,15 +1,17 @@
 """The run: a warm start, then steps of GRPO.
 
-    stages.roll_out        sample in FP4 and record, score, group, pad
+    engine                 sample in FP4 and record, in turn with the rest or beside it (queue)
+    stages.collect         score, group, pad
     stages.add_log_probs   the trainer's log-probs before the update, guided by the record
     stages.train           the updates of this rollout
     stages.sync            pack the new weights in FP4
 
-The run can be stopped at any moment and goes on bit for bit with the same command: everything
-random comes from (seed, purpose, step), and a checkpoint holds the rest.
+The run can be stopped at any moment and goes on with the same command: everything random comes
+from (seed, purpose, step), and a checkpoint holds the rest. With the embedded engine and in turn it
+goes on bit for bit; asynchronously no prompt is lost or repeated, but who samples it may be newer.
 """
 
-import dataclasses
+import contextlib
 import pathlib
 import sys
 import time
@@ -20,63 +22,22 @@ import jax
 import numpy as np
 
 from trace_jax import config as cfg
-from trace_jax import overrides, report, sources, stages, summary, update
+from trace_jax import engines, overrides, report, sources, stages, summary, update
 from trace_jax.checkpoint import Checkpointer
 from trace_jax.data import pipeline
 from trace_jax.evaluate import Evaluation, evaluate
 from trace_jax.guidance import health
 from trace_jax.guidance.store import GuidanceStore
-from trace_jax.interrupt import StopFlag, graceful_stop
+from trace_jax.interrupt import graceful_stop
 from trace_jax.metrics import MetricsWriter
+from trace_jax.position import Outputs, Position, restore, save
 from trace_jax.progress import progress
 from trace_jax.qat.audit import Audit
 from trace_jax.reward.pool import RewardPool
+from trace_jax.rollout import queue
 from trace_jax.rundir import RunDir, open_run, write_atomic
 from trace_jax.stages import Stages
-from trace_jax.types import Params, TrainState
-from trace_jax.weight_sync import SamplerWeights
-
-
-@dataclasses.dataclass(kw_only=True)
-class Position:
-    """Where a run stands; the only thing here that changes. A checkpoint is a picture of it."""
-
-    state: TrainState
-    warm_steps: int  # supervised updates done
-    warm_done: bool
-    rl_steps: int  # GRPO steps done: the trainer's version
-    weights: list[SamplerWeights]  # newest last, `version_lag` + 1 of them
-    reference: Params | None  # for the KL term
-    prompts: grain.DatasetIterator
-    examples: grain.DatasetIterator | None
-    accuracy: dict[str, float]  # by name of the moment: warm_start_train, before, after
-    wall_s: float = 0.0  # computed so far, over all starts of the run
-
-    @property
-    def counter(self) -> int:
-        """Number of the checkpoint: grows through both stages."""
-        return self.warm_steps + int(self.warm_done) + self.rl_steps
-
-    @property
-    def resume(self) -> tuple[str, int]:
-        """The last line of metrics that belongs to this position."""
-        if not self.warm_done:
-            return "warm_start", self.warm_steps
-        return "rl", self.rl_steps if "before" in self.accuracy else -1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """Where a run writes."""
-
-    rundir: RunDir
-    metrics: MetricsWriter
-    checkpoints: Checkpointer
-    pool: RewardPool
-    stop: StopFlag
-    audit: Audit  # what the trainer quantises, checked at the first step of every start
-    store: GuidanceStore  # of the rollouts that wait for training
-    alarms: set[str] = dataclasses.field(default_factory=set)  # kinds that have been printed
+from trace_jax.types import Trajectory
 
 
 def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> dict[str, Any]:
@@ -96,12 +57,14 @@ def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> d
         open_run(workdir, overrides.to_dict(config)) as rundir,
         Checkpointer(rundir.folder("checkpoints"), config.run.keep_checkpoints) as checkpoints,
         _guidance_store(config, rundir) as store,
+        contextlib.closing(engines.make_engine(built, rundir.root)) as engine,
         graceful_stop() as stop,
     ):
         start = config.run.init_from or "random parameters"
         text = f"{audit}\npolicy at the start: {start}\n{stages.kernels_text(config)}\n"
         write_atomic(rundir.root / "audit.txt", text)
-        resumed = _restore(position, checkpoints)
+        position.queue = engines.make_queue(built, engine)
+        resumed = restore(position, checkpoints, built.prompts.train)
         resume = position.resume if resumed else None
         with MetricsWriter(rundir, config.run.tensorboard, resume) as metrics:
             out = Outputs(
@@ -112,9 +75,10 @@ def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> d
                 stop=stop,
                 audit=audit,
                 store=store,
+                engine=engine,
             )
             if not resumed and position.warm_done:
-                _save(position, out)  # a run of no steps at all is still a run to start from
+                save(position, out)  # a run of no steps at all is still a run to start from
             _warm_start(built, position, out)
             _reinforce(built, position, out)
         return _finish(built, position, out, show)
@@ -165,56 +129,6 @@ def _examples(built: Stages, warm: cfg.WarmStart) -> grain.DatasetIterator:
     )
 
 
-def _arrays(position: Position) -> dict[str, Any]:
-    """What a checkpoint holds. The weights in use are there too: they may lag behind the state."""
-    state = position.state
-    arrays = {
-        "params": state.params,
-        "opt_state": state.opt_state,
-        "updates": state.step,
-        "sampler": [w.params for w in position.weights],
-    }
-    return arrays if position.reference is None else arrays | {"reference": position.reference}
-
-
-def _save(position: Position, out: Outputs) -> None:
-    examples = position.examples
-    extra = {
-        "warm_steps": position.warm_steps,
-        "warm_done": position.warm_done,
-        "rl_steps": position.rl_steps,
-        "versions": [w.version for w in position.weights],
-        "sampler_bytes": [w.bytes for w in position.weights],
-        "prompts": position.prompts.get_state(),
-        "examples": None if examples is None else examples.get_state(),
-        "accuracy": position.accuracy,
-        "wall_s": position.wall_s,
-    }
-    out.checkpoints.save(position.counter, _arrays(position), extra)
-
-
-def _restore(position: Position, checkpoints: Checkpointer) -> bool:
-    """Moves `position` to the newest intact checkpoint; False if there is none."""
-    restored = checkpoints.restore_latest(_arrays(position))
-    if restored is None:
-        return False
-    arrays, extra = restored.arrays, restored.extra
-    position.prompts.set_state(extra["prompts"])
-    if position.examples is not None:
-        position.examples.set_state(extra["examples"])
-    kept = zip(arrays["sampler"], extra["versions"], extra["sampler_bytes"], strict=True)
-    position.weights = [SamplerWeights(params=p, version=v, bytes=b) for p, v, b in kept]
-    position.state = TrainState(
-        step=arrays["updates"], params=arrays["params"], opt_state=arrays["opt_state"]
-    )
-    position.reference = arrays.get("reference")
-    for name in ("warm_steps", "warm_done", "rl_steps", "accuracy", "wall_s"):
-        setattr(position, name, extra[name])
-    place = "{} step {}".format(*position.resume)
-    print(f"continuing {checkpoints.directory.parent} from {place}")
-    return True
-
-
 def _warm_start(built: Stages, position: Position, out: Outputs) -> None:
     """Supervised updates until the sampled accuracy on training prompts is high enough."""
     warm = built.config.warm_start
@@ -241,10 +155,10 @@ def _warm_start(built: Stages, position: Position, out: Outputs) -> None:
             if warm.stop_at_accuracy is not None and accuracy >= warm.stop_at_accuracy:
                 break
             if position.warm_steps % warm.check_every == 0:
-                _save(position, out)
+                save(position, out)
             _obey(position, out)
     _end_warm_start(built, position)
-    _save(position, out)
+    save(position, out)
 
 
 def _end_warm_start(built: Stages, position: Position) -> None:
@@ -265,10 +179,12 @@ def _probe(built: Stages, position: Position, out: Outputs) -> float:
 
 
 def _evaluate(built: Stages, position: Position, out: Outputs, prompts: Any) -> Evaluation:
-    config = built.config
+    config, newest = built.config, position.weights[-1]
+    if not position.warm_done:
+        newest = built.sync(position.state.params, 0)
     return evaluate(
-        built.generate,
-        built.sync(position.state.params, position.rl_steps),
+        out.engine,
+        newest,
         prompts,
         out.pool,
         built.tokenizer,
@@ -295,17 +211,27 @@ def _reinforce(built: Stages, position: Position, out: Outputs) -> None:
         position.wall_s += time.perf_counter() - start
         out.metrics.write(0, position.wall_s, numbers)
     checked = False
+    if position.queue is not None and position.rl_steps < config.steps:
+        out.engine.load(position.weights[-1])
     with progress(config.steps, "GRPO", initial=position.rl_steps) as bar:
         while position.rl_steps < config.steps:
             start = time.perf_counter()
-            numbers = _step(built, position, out, None if checked else out.audit)
+            sampled = _sample(built, position, out)
+            if sampled is None:  # it was asked to stop, and nothing has been taken
+                _obey(position, out)
+                continue
+            numbers = _step(built, position, out, *sampled, None if checked else out.audit)
             checked = True
+            sampling_s = time.perf_counter() - start  # asynchronously it goes on all the while
+            if position.queue is None:
+                sampling_s = numbers["rollout/step_s"]
+            numbers["rollout/tokens_per_s"] = numbers["rollout/tokens"] / sampling_s
             last = position.rl_steps == config.steps
             if last or position.rl_steps % config.run.eval_every == 0:
                 numbers |= _held_out(built, position, out, "after")
             elapsed = time.perf_counter() - start
             position.wall_s += elapsed
-            numbers |= out.store.metrics(elapsed)
+            numbers |= out.store.metrics(elapsed) | out.engine.metrics()
             _raise_alarms(position, out, numbers)
             out.metrics.write(position.rl_steps, position.wall_s, numbers)
             bar.update(
@@ -315,7 +241,7 @@ def _reinforce(built: Stages, position: Position, out: Outputs) -> None:
                 accuracy=position.accuracy.get("after", position.accuracy["before"]),
             )
             if last or position.rl_steps % config.run.checkpoint_every == 0:
-                _save(position, out)
+                save(position, out)
             _obey(position, out)
 
 
@@ -330,13 +256,39 @@ def _raise_alarms(position: Position, out: Outputs, numbers: dict[str, float]) -
             print(f"alarm at step {position.rl_steps}: {text}", file=sys.stderr, flush=True)
 
 
-def _step(built: Stages, position: Position, out: Outputs, audit: Audit | None) -> dict[str, float]:
-    """One GRPO step; returns its metrics. With an audit, its sites must have produced codes."""
+def _sample(
+    built: Stages, position: Position, out: Outputs
+) -> tuple[list[Trajectory], dict[str, float]] | None:
+    """The rollouts of a step and metrics of them; None if a signal ended the wait for them."""
+    step, start = position.rl_steps, time.perf_counter()
+    if position.queue is not None:
+        assert built.config.asynchrony is not None
+        position.queue.fill(step, lambda: next(position.prompts))
+        taken = position.queue.take(step, lambda: bool(out.stop))
+        if taken is None:
+            return None
+        allowed = built.config.asynchrony.max_version_diff
+        return taken.trajectories, queue.metrics(taken, step, allowed)
+    prompts, samples = next(position.prompts), built.config.rollout.group_size
+    key = built.purpose_key("rollout", step)
+    trajectories = out.engine(position.weights[0], prompts, samples, key)
+    return trajectories, {"rollout/step_s": time.perf_counter() - start}
+
+
+def _step(
+    built: Stages,
+    position: Position,
+    out: Outputs,
+    trajectories: list[Trajectory],
+    sampled: dict[str, float],
+    audit: Audit | None,
+) -> dict[str, float]:
+    """The rest of a step; returns its metrics. With an audit, its sites must have produced codes.
+
+    Args: sampled: metrics of the rollouts.
+    """
     step = position.rl_steps
-    prompts = next(position.prompts)
-    collected = stages.roll_out(
-        built, position.weights[0], prompts, out.pool, step, step, out.store
-    )
+    collected = stages.collect(built, trajectories, out.pool, step, out.store)
     clock = time.perf_counter()
     params = position.state.params
     batch, numbers = stages.add_log_probs(built, params, position.reference, collected.batch, audit)
@@ -346,7 +298,9 @@ def _step(built: Stages, position: Position, out: Outputs, audit: Audit | None) 
     clock = time.perf_counter()
     weights = built.sync(state.params, step + 1)
     jax.block_until_ready(weights.params)
-    numbers |= collected.metrics | trained
+    numbers |= sampled | collected.metrics | trained | {"sync/bytes": float(weights.bytes)}
+    if position.queue is not None:
+        numbers |= out.engine.load(weights)
     numbers |= {
         "logprobs/step_s": logprobs_s,
         "update/step_s": update_s,
@@ -360,7 +314,7 @@ def _step(built: Stages, position: Position, out: Outputs, audit: Audit | None) 
 def _obey(position: Position, out: Outputs) -> None:
     """Saves and stops if a signal asked for it."""
     if out.stop:
-        _save(position, out)
+        save(position, out)
         print("stopped and saved at {} step {}".format(*position.resume), end="; ")
         print("the same command continues the run")
         raise KeyboardInterrupt

@@ -48,7 +48,7 @@ class Stages:
     supervised_step: update.StepFn
     policy_step: update.StepFn
     sync: Any  # (params, version) -> SamplerWeights
-    generate: jax_engine.Generate
+    generate: jax_engine.Generate  # of the embedded engine
 
     def purpose_key(self, purpose: str, step: int = 0) -> jax.Array:
         """A key for one purpose at one step; no key is ever stored."""
@@ -186,15 +186,29 @@ def roll_out(
     version: int,
     store: GuidanceStore | None = None,
 ) -> Collected:
-    """Samples, scores and collates one step.
+    """Samples with the embedded engine, scores and collates one step.
 
-    Args: version: the trainer's, to tell the staleness. store: keeps the guidance until it is
-          trained on; None: it stays in memory.
+    Args: version: the trainer's, to tell the staleness. store: as in `collect`.
+    """
+    key = stages.purpose_key("rollout", step)
+    trajectories = stages.generate(weights, prompts, stages.config.rollout.group_size, key)
+    return collect(stages, trajectories, pool, version, store)
+
+
+def collect(
+    stages: Stages,
+    trajectories: Sequence[Trajectory],
+    pool: RewardPool,
+    version: int,
+    store: GuidanceStore | None = None,
+) -> Collected:
+    """Scores and collates the rollouts of one step, whole groups one after another.
+
+    Args:   version: the trainer's, to tell the staleness. store: keeps the guidance until it is
+            trained on; None: it stays in memory.
+    Raises: ValueError if not a single answer could be scored.
     """
     config, start = stages.config, time.perf_counter()
-    key = stages.purpose_key("rollout", step)
-    trajectories = stages.generate(weights, prompts, config.rollout.group_size, key)
-    sampled_s = time.perf_counter() - start
     recorded = _guidance_metrics(trajectories, config)
     if store is not None:
         trajectories = [store.keep(trajectory) for trajectory in trajectories]
@@ -224,23 +238,19 @@ def roll_out(
         rows=batching.rows_for(len(trajectories), per_update),
     )
     tokens = int(sum(len(t.response_T) for t in trajectories))
-    metrics = _rollout_metrics(scored, tokens, weights.version, version) | recorded
+    metrics = _rollout_metrics(scored, tokens, version) | recorded
     metrics |= {
-        "rollout/step_s": sampled_s,
-        "rollout/tokens_per_s": tokens / sampled_s,
-        "reward/step_s": time.perf_counter() - start - sampled_s,
+        "reward/step_s": time.perf_counter() - start,
         "reward/zero_variance_groups": gains.zero_variance_groups,
         "reward/small_groups": gains.small_groups,
-        "reward/groups": len(prompts),
-        "sync/bytes": weights.bytes,
+        "reward/groups": len(trajectories) // config.rollout.group_size,
     }
     return Collected(batch=batch, metrics={k: float(v) for k, v in metrics.items()})
 
 
-def _rollout_metrics(
-    scored: Sequence[Scored], tokens: int, sampled_by: int, version: int
-) -> dict[str, float]:
+def _rollout_metrics(scored: Sequence[Scored], tokens: int, version: int) -> dict[str, float]:
     trajectories = [item.trajectory for item in scored]
+    ages = version - np.concatenate([t.versions_R for t in trajectories])
     rewards = [item.reward for item in scored if item.reward is not None]
     return {
         "reward/mean": float(np.mean(rewards)),
@@ -248,7 +258,7 @@ def _rollout_metrics(
         "rollout/tokens": tokens,
         "rollout/length_tokens": tokens / len(trajectories),
         "rollout/truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
-        "rollout/staleness_versions": version - sampled_by,
+        "rollout/staleness_versions": float(ages.mean()),
     }
 
 

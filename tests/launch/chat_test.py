@@ -44,9 +44,12 @@ class Terminal:
         self._file, theirs = pty.openpty()
         environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache")}
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+        # a shell starts jobs in the background with Ctrl-C ignored, which would be inherited
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self._process = subprocess.Popen(
             [sys.executable, *command], cwd=ROOT, env=environment, **streams
         )
+        signal.signal(signal.SIGINT, before)
         os.close(theirs)
 
     def wait(self, pattern, limit=120):
