@@ -90,7 +90,7 @@ demo: setup  ## train the default experiment on this CPU, start to end
 	$(BIN)/python launch/train.py --config=configs/demo_cpu.py
 
 test: setup setup-aot  ## the test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=30
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
 test-slow: setup setup-aot  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow

@@ -19,6 +19,17 @@ jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+# A file stays on one worker: those that take minutes come first, so that none of them is the last.
+LONG = ("loop_test.py", "asynchrony_test.py", "step_test.py", "gpu_check_test.py", "seam_test.py")
+LONG += ("models_test.py", "parity_hf_test.py", "fp4_grouped_matmul_test.py", "fake_quant_test.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Files of LONG first, in that order; everything else as it was collected."""
+    place = {name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_memory_mappings():
     """Drops compiled programs when there are many, after a module.

@@ -89,6 +89,20 @@ def test_axes_name_what_they_show_with_units(run):
     assert plots._parity(rows).axes[0].get_yscale() == "log"
 
 
+def test_an_asynchronous_run_has_a_histogram_of_ages_weighted_by_tokens(run):
+    with metrics.MetricsWriter(run, tensorboard=False) as writer:
+        writer.write(0, 1.0, {"eval/accuracy": 0.1})
+        for step, (tokens, fresh) in enumerate([(10, 1.0), (30, 0.2)], start=1):
+            ages = {0: fresh, 1: 1 - fresh}
+            row = {f"rollout/staleness_{age}_fraction": share for age, share in ages.items()}
+            writer.write(step, 2.0, row | {"rollout/tokens": tokens})
+    assert report.write_plots(run.root)[-1].name == "staleness.png"
+    steps, whole = plots._staleness(metrics.read_metrics(run.metrics)).axes
+    bars = [bar.get_height() for bar in steps.patches]
+    np.testing.assert_allclose(bars, [1.0, 0.2, 0.0, 0.8])
+    np.testing.assert_allclose([bar.get_height() for bar in whole.patches], [0.4, 0.6])
+
+
 @pytest.mark.parametrize("lags", [[0], [0, 1, 3]])
 def test_comparison_plot_is_written(tmp_path, lags):
     rows = [

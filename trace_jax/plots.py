@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+import re
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,13 +31,18 @@ Rows = list[dict[str, Any]]
 def write_plots(rundir_path: str | pathlib.Path) -> list[pathlib.Path]:
     """Draws plots/{training,parity,speed}.png of a run directory from its metrics.jsonl.
 
+    An asynchronous run has plots/staleness.png too.
+
     Works at any moment of a run: a panel without data says so.
     """
     run = rundir.read_run(rundir_path)
     rows = metrics.read_metrics(run.metrics) if run.metrics.exists() else []
     title = str(run.config().get("name", run.root.name))
     paths = []
-    for name, draw in (("training", _training), ("parity", _parity), ("speed", _speed)):
+    draws = {"training": _training, "parity": _parity, "speed": _speed}
+    if any("rollout/staleness_0_fraction" in row for row in rows):
+        draws["staleness"] = _staleness
+    for name, draw in draws.items():
         figure = draw(rows)
         figure.suptitle(f"{title}: {name}", fontsize=12)
         paths.append(_save(figure, run.folder("plots") / f"{name}.png"))
@@ -179,6 +185,32 @@ def _speed(rows: Rows) -> Any:
         split.set_ylim(0, max(1.15 * float(usual), 1e-3))
     split.set(xlabel="GRPO step", ylabel="wall time [s/step]", title="where a step goes")
     _mark_empty(tokens, split)
+    return figure
+
+
+def _staleness(rows: Rows) -> Any:
+    """How old the weights were that sampled the tokens: over the steps, and of the whole run."""
+    figure, (steps, whole) = _figure(1, 2)
+    form = re.compile(r"rollout/staleness_(\d+)_fraction")
+    ages = sorted({int(found[1]) for row in rows for key in row if (found := form.fullmatch(key))})
+    timed = [row for row in _of(rows, "rl") if "rollout/staleness_0_fraction" in row]
+    shares = [
+        [row.get(f"rollout/staleness_{age}_fraction") or 0.0 for row in timed] for age in ages
+    ]
+    tokens = np.asarray([row["rollout/tokens"] for row in timed])
+    at = [row["step"] for row in timed]
+    below = np.zeros(len(timed))
+    for age, share in zip(ages, shares, strict=True):
+        colour = COLOURS[age % len(COLOURS)]
+        steps.bar(at, share, 0.9, bottom=below, color=colour, label=f"{age} versions")
+        below = below + share
+        whole.bar(age, np.average(share, weights=tokens), 0.8, color=colour)
+    steps.set(xlabel="GRPO step", ylabel="fraction of tokens", title="age of the weights")
+    whole.set(
+        xlabel="age of the weights [versions]", ylabel="fraction of tokens", title="all steps"
+    )
+    whole.set_xticks(ages)
+    _legend(steps)
     return figure
 
 

@@ -38,7 +38,7 @@ def gaps(pair, batch):
     return gap_BS[batch.loss_mask_BS], {name: mean.value for name, mean in counts.items()}
 
 
-FAST = ("bf16", "codes", "MXFP4 W4A8", "conventions")
+FAST = ("bf16", "codes", "MXFP4 W4A8")
 
 
 @pytest.mark.parametrize("mode", only(MODES, FAST))
