@@ -1,28 +1,25 @@
 """The engine of a run, and the queue between it and the trainer, as the configuration says."""
 
-import pathlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from trace_jax.checks import message
 from trace_jax.rollout.engine import Engine, Group, JaxEngine
 from trace_jax.rollout.queue import Queue
 from trace_jax.stages import Stages
 from trace_jax.types import Prompt
 
 
-def make_engine(stages: Stages, root: pathlib.Path) -> Engine:
+def make_engine(stages: Stages) -> Engine:
     """The engine that the configuration names; nothing of it starts before it is used.
 
-    Args: root: of the run directory, where servers write their logs.
+    Raises: NotImplementedError for an engine that is not connected yet.
     """
     if stages.config.rollout.engine == "jax":
         return JaxEngine(stages.generate)
-    from trace_jax.rollout.sglang.engine import SGLangEngine
 
-    stop_ids, pad_id = stages.tokenizer.stop_ids, stages.tokenizer.pad_id
-    vocab_size = stages.tokenizer.vocab_size
-    return SGLangEngine(
-        stages.config, stop_ids=stop_ids, pad_id=pad_id, vocab_size=vocab_size, run_dir=root
+    raise NotImplementedError(
+        message("config.rollout.engine", "sglang", "jax: servers are not connected to the loop yet")
     )
 
 

@@ -57,7 +57,7 @@ def run(config: cfg.Config, workdir: str | pathlib.Path, show: bool = True) -> d
         open_run(workdir, overrides.to_dict(config)) as rundir,
         Checkpointer(rundir.folder("checkpoints"), config.run.keep_checkpoints) as checkpoints,
         _guidance_store(config, rundir) as store,
-        contextlib.closing(engines.make_engine(built, rundir.root)) as engine,
+        contextlib.closing(engines.make_engine(built)) as engine,
         graceful_stop() as stop,
     ):
         start = config.run.init_from or "random parameters"
