@@ -32,8 +32,9 @@ def layout_of(model: cfg.Model, quant: cfg.Quant) -> Layout:
     used = {}
     for name in ("weights", "acts", "kv"):
         text = getattr(quant, name)
-        given = text is not None and bool(quantised)
-        used[name] = _spell(formats.get(text), f"config.quant.{name}") if given else None
+        used[name] = None
+        if text is not None and quantised:
+            used[name] = _spell(formats.get(text), f"config.quant.{name}")
     return Layout(
         layers=model.layers,
         topk=model.experts_per_token,
